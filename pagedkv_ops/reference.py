@@ -1,0 +1,259 @@
+"""The specification: every op as a readable loop in plain PyTorch.
+
+Slow on purpose. Kernels are tested against these functions, and these against dense float64 attention.
+Arguments are those of the ops; shapes are written [T, Hq, D] for T query tokens, Hq query heads, head size D.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks, value_checks
+
+
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None,
+) -> None:
+    checks.check_write_kv(
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        k_scale_cache=k_scale_cache,
+        v_scale_cache=v_scale_cache,
+    )
+    value_checks.check_distinct_caches("write_kv", key_cache, value_cache)
+    value_checks.check_slots("write_kv", slot_mapping, key_cache)
+    _write(key, value, key_cache, value_cache, slot_mapping)
+
+
+def _write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    block_size = key_cache.size(1)
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot < 0:  # padding
+            continue
+        block, offset = divmod(slot, block_size)
+        key_cache[block, offset] = key[token]
+        value_cache[block, offset] = value[token]
+
+
+def _sequence(cache: Tensor, row: list[int], length: int, columns: range) -> Tensor:
+    """Keys or values of one sequence as float32 [length, Hkv, D]; positions outside ``columns`` are zero, never read."""
+    block_size = cache.size(1)
+    out = torch.zeros(length, *cache.shape[2:], dtype=torch.float32, device=cache.device)
+    for column in columns:
+        start = column * block_size
+        stop = min(start + block_size, length)
+        out[start:stop] = cache[row[column], : stop - start].float()
+    return out
+
+
+def _visible(
+    query_len: int, seq_len: int, causal: bool, window_left: int, window_right: int, device: torch.device
+) -> Tensor:
+    """Mask [query_len, seq_len]: causal masks are aligned bottom-right, windows are inclusive, -1 is unlimited."""
+    query_position = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
+    key_position = torch.arange(seq_len, device=device)[None, :]
+    visible = torch.ones(query_len, seq_len, dtype=torch.bool, device=device)
+    if causal:
+        visible &= key_position <= query_position
+    if window_left >= 0:
+        visible &= key_position >= query_position - window_left
+    if window_right >= 0:
+        visible &= key_position <= query_position + window_right
+    return visible
+
+
+def _attend_one_head(
+    query: Tensor,  # [query_len, D]
+    key: Tensor,  # [seq_len, D]
+    value: Tensor,  # [seq_len, Dv]
+    visible: Tensor,  # [query_len, seq_len]
+    scale: float,
+    softcap: float,
+    alibi_slope: float,
+    sink: float | None,
+) -> tuple[Tensor, Tensor]:
+    query_len, seq_len = visible.shape
+    logits = (query @ key.T) * scale
+    if softcap > 0:
+        logits = softcap * torch.tanh(logits / softcap)
+    query_position = torch.arange(seq_len - query_len, seq_len, device=query.device)[:, None]
+    key_position = torch.arange(seq_len, device=query.device)[None, :]
+    logits = logits + alibi_slope * (key_position - query_position)
+    logits = logits.masked_fill(~visible, -math.inf)
+    if sink is not None:  # a logit that joins the denominator alone
+        logits = torch.cat([logits, logits.new_full((query_len, 1), sink)], dim=1)
+        value = torch.cat([value, value.new_zeros(1, value.size(1))])
+    lse = torch.logsumexp(logits, dim=1)
+    weights = torch.exp(logits - lse[:, None]).masked_fill(torch.isneginf(logits), 0.0)
+    return weights @ value, lse
+
+
+def paged_attention_with_lse(
+    query: Tensor,  # [T, Hq, D]
+    key_cache: Tensor,  # [N, S, Hkv, D]
+    value_cache: Tensor,  # [N, S, Hkv, Dv]
+    block_table: Tensor,  # [B, W]
+    seq_lens: Tensor,  # [B]
+    cu_seqlens_q: Tensor | None = None,  # [B+1]
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    num_splits: int = 0,
+    op: str = "paged_attention_with_lse",
+) -> tuple[Tensor, Tensor]:
+    checks.check_paged_attention(
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        seq_lens,
+        cu_seqlens_q,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        num_splits=num_splits,
+        op=op,
+    )
+    num_tokens, num_heads, head_size = query.shape
+    value_checks.check_attention_values(
+        op, num_tokens, key_cache, block_table, seq_lens, cu_seqlens_q, causal, window_left, window_right
+    )
+    group_size = num_heads // key_cache.size(2)
+    scale = head_size**-0.5 if scale is None else scale
+    bounds = cu_seqlens_q.tolist() if cu_seqlens_q is not None else list(range(num_tokens + 1))
+    out = torch.zeros(num_tokens, num_heads, value_cache.size(3), dtype=torch.float32, device=query.device)
+    lse = torch.full((num_tokens, num_heads), -math.inf, device=query.device)
+    for b, (row, seq_len) in enumerate(zip(block_table.tolist(), seq_lens.tolist(), strict=True)):
+        rows, query_len = slice(bounds[b], bounds[b + 1]), bounds[b + 1] - bounds[b]
+        columns = value_checks.visible_blocks(query_len, seq_len, key_cache.size(1), causal, window_left, window_right)
+        key = _sequence(key_cache, row, seq_len, columns)
+        value = _sequence(value_cache, row, seq_len, columns)
+        visible = _visible(query_len, seq_len, causal, window_left, window_right, query.device)
+        for head in range(num_heads):
+            out[rows, head], lse[rows, head] = _attend_one_head(
+                query[rows, head].float(),
+                key[:, head // group_size],
+                value[:, head // group_size],
+                visible,
+                scale,
+                softcap,
+                0.0 if alibi_slopes is None else float(alibi_slopes[head]),
+                None if sinks is None else float(sinks[head]),
+            )
+    return out.to(query.dtype), lse
+
+
+def paged_attention(*args: Any, **options: Any) -> Tensor:
+    return paged_attention_with_lse(*args, **options, op="paged_attention")[0]
+
+
+def paged_attention_append(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    *,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """``write_kv``, then ``paged_attention``, as one op: a compiled graph sees one mutation per layer and step."""
+    op = "paged_attention_append"
+    window: dict[str, Any] = {"causal": causal, "window_left": window_left, "window_right": window_right}
+    checks.check_paged_attention_append(
+        query,
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        block_table,
+        seq_lens,
+        cu_seqlens_q,
+        k_scale_cache=k_scale_cache,
+        v_scale_cache=v_scale_cache,
+        **window,
+        **options,
+    )
+    value_checks.check_distinct_caches(op, key_cache, value_cache)
+    value_checks.check_slots(op, slot_mapping, key_cache)
+    value_checks.check_attention_values(op, query.size(0), key_cache, block_table, seq_lens, cu_seqlens_q, **window)
+    _write(key, value, key_cache, value_cache, slot_mapping)
+    return paged_attention_with_lse(
+        query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, op=op, **window, **options
+    )[0]
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys: softmax weights of the two denominators."""
+    checks.check_merge_states(out_a, lse_a, out_b, lse_b)
+    lse = torch.logaddexp(lse_a, lse_b)
+    sees_nothing = torch.isneginf(lse)
+    weight_a = torch.exp(lse_a - lse).masked_fill(sees_nothing, 0.0)[..., None]
+    weight_b = torch.exp(lse_b - lse).masked_fill(sees_nothing, 0.0)[..., None]
+    return (weight_a * out_a.float() + weight_b * out_b.float()).to(out_a.dtype), lse
+
+
+def copy_blocks(caches: Sequence[Tensor], block_mapping: Tensor) -> None:
+    checks.check_copy_blocks(caches, block_mapping)
+    fewest = min(cache.size(0) for cache in caches)
+    value_checks.check_block_mapping("copy_blocks", block_mapping, fewest, fewest)
+    src, dst = block_mapping.long().unbind(1)
+    for cache in caches:
+        cache[dst] = cache[src]  # the gather on the right is complete before the first write
+
+
+def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
+    checks.check_swap_blocks(src, dst, block_mapping)
+    value_checks.check_block_mapping("swap_blocks", block_mapping, src.size(0), dst.size(0))
+    from_ids, to_ids = block_mapping.long().unbind(1)
+    dst[to_ids.to(dst.device)] = src[from_ids.to(src.device)].to(dst.device)
+
+
+def gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int) -> Tensor:
+    checks.check_gather_kv(cache, block_table, seq_lens, max_len)
+    value_checks.check_gather_values(cache, block_table, seq_lens, max_len)
+    block_size = cache.size(1)
+    out = cache.new_zeros(seq_lens.size(0), max_len, *cache.shape[2:])
+    for b, (row, seq_len) in enumerate(zip(block_table.tolist(), seq_lens.tolist(), strict=True)):
+        for position in range(min(seq_len, max_len)):
+            out[b, position] = cache[row[position // block_size], position % block_size]
+    return out

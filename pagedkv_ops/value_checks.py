@@ -1,0 +1,129 @@
+"""Checks that read index tensors: every slot, block id and length an op will use, before the first byte is written.
+
+They synchronise with the device, so they serve the reference, CPU tensors and ``PAGEDKV_CHECK=1``. The C++ kernels make
+the same checks with the same words.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def _fail(op: str, argument: str, expectation: str, actual: object) -> None:
+    raise RuntimeError(f"{op}: {argument} must {expectation}, got {actual}")
+
+
+def visible_blocks(
+    query_len: int, seq_len: int, block_size: int, causal: bool, window_left: int, window_right: int
+) -> range:
+    """Table columns that hold at least one key visible to one of the last ``query_len`` positions of a sequence."""
+    if query_len == 0 or seq_len == 0:
+        return range(0)
+    first_query = seq_len - query_len
+    right = 0 if causal else window_right
+    first_key = max(0, first_query - window_left) if window_left >= 0 else 0
+    last_key = seq_len - 1 if right < 0 else min(seq_len - 1, seq_len - 1 + right)
+    return range(first_key // block_size, last_key // block_size + 1)
+
+
+def check_slots(op: str, slot_mapping: Tensor, cache: Tensor) -> None:
+    num_slots = cache.size(0) * cache.size(1)
+    for i, slot in enumerate(slot_mapping.tolist()):
+        if slot >= num_slots:
+            _fail(op, f"slot_mapping[{i}]", f"be below {num_slots} (num_blocks * block_size)", slot)
+
+
+def check_seq_lens(op: str, seq_lens: Tensor, block_table: Tensor, block_size: int) -> None:
+    capacity = block_table.size(1) * block_size
+    for b, length in enumerate(seq_lens.tolist()):
+        if not 0 <= length <= capacity:
+            _fail(op, f"seq_lens[{b}]", f"be in 0..{capacity} (block_table.size(1) * block_size)", length)
+
+
+def check_cu_seqlens_q(op: str, cu_seqlens_q: Tensor, num_tokens: int) -> None:
+    values = cu_seqlens_q.tolist()
+    if values[0] != 0:
+        _fail(op, "cu_seqlens_q[0]", "be 0", values[0])
+    for b in range(1, len(values)):
+        if values[b] < values[b - 1]:
+            _fail(op, f"cu_seqlens_q[{b}]", f"be at least cu_seqlens_q[{b - 1}] = {values[b - 1]}", values[b])
+    if values[-1] > num_tokens:
+        last = len(values) - 1
+        _fail(op, f"cu_seqlens_q[{last}]", f"be at most {num_tokens} (query.size(0))", values[-1])
+
+
+def check_block_ids(op: str, row: list[int], b: int, columns: range, num_blocks: int) -> None:
+    for column in columns:
+        if not 0 <= row[column] < num_blocks:
+            _fail(op, f"block_table[{b}, {column}]", f"be in 0..{num_blocks - 1} (num_blocks - 1)", row[column])
+
+
+def check_attention_values(
+    op: str,
+    num_tokens: int,
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+) -> None:
+    block_size = cache.size(1)
+    check_seq_lens(op, seq_lens, block_table, block_size)
+    if cu_seqlens_q is not None:
+        check_cu_seqlens_q(op, cu_seqlens_q, num_tokens)
+    bounds = cu_seqlens_q.tolist() if cu_seqlens_q is not None else list(range(num_tokens + 1))
+    table = block_table.tolist()
+    for b, seq_len in enumerate(seq_lens.tolist()):
+        query_len = bounds[b + 1] - bounds[b]
+        columns = visible_blocks(query_len, seq_len, block_size, causal, window_left, window_right)
+        check_block_ids(op, table[b], b, columns, cache.size(0))
+
+
+def check_gather_values(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int) -> None:
+    check_seq_lens("gather_kv", seq_lens, block_table, cache.size(1))
+    for b, (row, seq_len) in enumerate(zip(block_table.tolist(), seq_lens.tolist(), strict=True)):
+        num_columns = -(-min(seq_len, max_len) // cache.size(1))
+        check_block_ids("gather_kv", row, b, range(num_columns), cache.size(0))
+
+
+def check_block_mapping(op: str, block_mapping: Tensor, num_src: int, num_dst: int) -> None:
+    written: set[int] = set()
+    for i, (src, dst) in enumerate(block_mapping.tolist()):
+        if not 0 <= src < num_src:
+            _fail(op, f"block_mapping[{i}, 0]", f"be in 0..{num_src - 1}", src)
+        if not 0 <= dst < num_dst:
+            _fail(op, f"block_mapping[{i}, 1]", f"be in 0..{num_dst - 1}", dst)
+        if dst in written:
+            _fail(op, f"block_mapping[{i}, 1]", "name each destination block once", dst)
+        written.add(dst)
+
+
+def check_distinct_caches(op: str, key_cache: Tensor, value_cache: Tensor) -> None:
+    """K and V may be interleaved views of one storage, but no element may belong to both."""
+    if shares_elements(key_cache, value_cache):
+        raise RuntimeError(f"{op}: key_cache and value_cache must not share elements")
+
+
+def shares_elements(a: Tensor, b: Tensor) -> bool:
+    """Whether two equally strided, internally disjoint views name a common address. Other strides: compares the first."""
+    if a.numel() == 0 or b.numel() == 0 or a.dtype != b.dtype:
+        return False
+    distance, remainder = divmod(b.data_ptr() - a.data_ptr(), a.element_size())
+    if distance == 0 or remainder != 0 or a.stride() != b.stride():
+        return distance == 0
+    dims = sorted(zip(a.stride(), a.shape, b.shape, strict=True), reverse=True)
+    return _reachable(distance, dims)
+
+
+def _reachable(distance: int, dims: list[tuple[int, int, int]]) -> bool:
+    """Whether distance = sum(i_a*stride - i_b*stride) has a solution with every index inside its size."""
+    if not dims:
+        return distance == 0
+    (stride, size_a, size_b), rest = dims[0], dims[1:]
+    if stride == 0:
+        return _reachable(distance, rest)
+    steps = distance // stride
+    # smaller strides together reach less than one step of this one, so only the two nearest multiples can work
+    return any(-size_b < step < size_a and _reachable(distance - step * stride, rest) for step in (steps, steps + 1))
