@@ -1,0 +1,174 @@
+// AVX-512 (F, BW, VL, DQ), with BF16 dot products when PAGEDKV_ISA_AVX512_BF16 is defined. See vec.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include "types.h"
+
+namespace pagedkv::PAGEDKV_ISA {
+
+constexpr int kLanes = 16;
+constexpr int kRegisters = 32;
+using Vec = __m512;
+using Mask = __mmask16;
+
+PAGEDKV_INLINE Vec zero() { return _mm512_setzero_ps(); }
+PAGEDKV_INLINE Vec broadcast(float x) { return _mm512_set1_ps(x); }
+PAGEDKV_INLINE Vec iota() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+PAGEDKV_INLINE Mask first_lanes(int64_t n) { return static_cast<Mask>((1u << n) - 1); }
+PAGEDKV_INLINE __mmask32 first_halves(int64_t n) { return static_cast<__mmask32>((uint64_t{1} << n) - 1); }
+
+PAGEDKV_INLINE Vec widen(const Half*, __m256i bits) { return _mm512_cvtph_ps(bits); }
+PAGEDKV_INLINE Vec widen(const BFloat16*, __m256i bits) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+PAGEDKV_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
+template <typename T>
+PAGEDKV_INLINE Vec load(const T* p) {
+  return widen(p, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+PAGEDKV_INLINE Vec load_first(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+template <typename T>
+PAGEDKV_INLINE Vec load_first(const T* p, int64_t n) {
+  return widen(p, _mm256_maskz_loadu_epi16(first_lanes(n), p));
+}
+
+PAGEDKV_INLINE __m256i narrow(const Half*, Vec v) {
+  return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+PAGEDKV_INLINE __m256i narrow(const BFloat16*, Vec v) {
+  // Not _mm512_cvtneps_pbh: it flushes denormals.
+  const __m512i bits = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i quiet = _mm512_set1_epi32(0x7fc00000);
+  const Mask nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, nan, quiet), 16));
+}
+PAGEDKV_INLINE void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+template <typename T>
+PAGEDKV_INLINE void store(T* p, Vec v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(p, v));
+}
+PAGEDKV_INLINE void store_first(float* p, Vec v, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
+template <typename T>
+PAGEDKV_INLINE void store_first(T* p, Vec v, int64_t n) {
+  _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(p, v));
+}
+
+template <typename T>
+PAGEDKV_INLINE void load_pair(const T* p, Vec& a, Vec& b) {
+  a = load(p);
+  b = load(p + kLanes);
+}
+template <typename T>
+PAGEDKV_INLINE void load_pair_first(const T* p, int64_t n, Vec& a, Vec& b) {
+  a = load_first(p, n < kLanes ? n : kLanes);
+  b = n > kLanes ? load_first(p + kLanes, n - kLanes) : zero();
+}
+// Two bfloat16 share a 32-bit lane: a shift and a mask widen 32 of them without a shuffle.
+PAGEDKV_INLINE void split_pair(__m512i bits, Vec& even, Vec& odd) {
+  even = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+  odd = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+PAGEDKV_INLINE void load_pair(const BFloat16* p, Vec& even, Vec& odd) { split_pair(_mm512_loadu_si512(p), even, odd); }
+PAGEDKV_INLINE void load_pair_first(const BFloat16* p, int64_t n, Vec& even, Vec& odd) {
+  split_pair(_mm512_maskz_loadu_epi16(first_halves(n), p), even, odd);
+}
+template <typename T>
+PAGEDKV_INLINE int pair_index(int lane) {
+  if constexpr (DTypeOf<T>::value == DType::kBFloat16) return lane < kLanes ? 2 * lane : 2 * (lane - kLanes) + 1;
+  return lane;
+}
+template <typename T>
+PAGEDKV_INLINE void store_pair(float* p, Vec a, Vec b) {
+  if constexpr (DTypeOf<T>::value == DType::kBFloat16) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    const Vec first = _mm512_permutex2var_ps(a, low, b);
+    b = _mm512_permutex2var_ps(a, high, b);
+    a = first;
+  }
+  store(p, a);
+  store(p + kLanes, b);
+}
+
+PAGEDKV_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+PAGEDKV_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+PAGEDKV_INLINE Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+PAGEDKV_INLINE Mask less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+PAGEDKV_INLINE Vec select(Mask m, Vec a, Vec b) { return _mm512_mask_blend_ps(m, b, a); }
+PAGEDKV_INLINE bool any(Mask m) { return m != 0; }
+
+PAGEDKV_INLINE Vec exp2(Vec x) {
+  x = _mm512_max_ps(broadcast(-200.0f), x);
+  const Vec whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Vec f = x - whole;
+  Vec p = broadcast(1.535336188319500e-4f);
+  p = fma(p, f, broadcast(1.339887440266574e-3f));
+  p = fma(p, f, broadcast(9.618437357674640e-3f));
+  p = fma(p, f, broadcast(5.550332471162809e-2f));
+  p = fma(p, f, broadcast(2.402264791363012e-1f));
+  p = fma(p, f, broadcast(6.931472028550421e-1f));
+  p = fma(p, f, broadcast(1.0f));
+  return _mm512_scalef_ps(p, whole);
+}
+
+PAGEDKV_INLINE float reduce_add(Vec v) { return _mm512_reduce_add_ps(v); }
+PAGEDKV_INLINE float reduce_max(Vec v) { return _mm512_reduce_max_ps(v); }
+
+// 4 vectors -> one whose 128-bit lane i holds the partial sums of lane i of each.
+PAGEDKV_INLINE Vec reduce_within_quarters(Vec a, Vec b, Vec c, Vec d) {
+  const Vec ab = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
+  const Vec cd = _mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d);
+  const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+  return _mm512_castpd_ps(_mm512_unpacklo_pd(x, y)) + _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+}
+PAGEDKV_INLINE Vec reduce_lanes(const Vec v[kLanes]) {
+  const Vec a = reduce_within_quarters(v[0], v[1], v[2], v[3]);
+  const Vec b = reduce_within_quarters(v[4], v[5], v[6], v[7]);
+  const Vec c = reduce_within_quarters(v[8], v[9], v[10], v[11]);
+  const Vec d = reduce_within_quarters(v[12], v[13], v[14], v[15]);
+  const Vec ab = _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
+  const Vec cd = _mm512_shuffle_f32x4(c, d, 0x88) + _mm512_shuffle_f32x4(c, d, 0xdd);
+  return _mm512_shuffle_f32x4(ab, cd, 0x88) + _mm512_shuffle_f32x4(ab, cd, 0xdd);
+}
+
+template <int n, typename F>
+PAGEDKV_INLINE Vec group_reduce(Vec v, const F& f) {
+  if constexpr (n >= 2) v = f(v, _mm512_permute_ps(v, 0xb1));
+  if constexpr (n >= 4) v = f(v, _mm512_permute_ps(v, 0x4e));
+  if constexpr (n >= 8) v = f(v, _mm512_shuffle_f32x4(v, v, 0xb1));
+  if constexpr (n >= 16) v = f(v, _mm512_shuffle_f32x4(v, v, 0x4e));
+  return v;
+}
+template <int n>
+PAGEDKV_INLINE Vec group_max(Vec v) {
+  return group_reduce<n>(v, [](Vec a, Vec b) PAGEDKV_LAMBDA { return max(a, b); });
+}
+template <int n>
+PAGEDKV_INLINE Vec group_add(Vec v) {
+  return group_reduce<n>(v, [](Vec a, Vec b) PAGEDKV_LAMBDA { return a + b; });
+}
+
+PAGEDKV_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+
+#ifdef PAGEDKV_ISA_AVX512_BF16
+constexpr bool kHasDotBF16 = true;
+using PairBits = __m512bh;
+PAGEDKV_INLINE Vec dot_bf16(Vec acc, PairBits a, PairBits b) { return _mm512_dpbf16_ps(acc, a, b); }
+PAGEDKV_INLINE PairBits load_bits(const BFloat16* p) { return reinterpret_cast<PairBits>(_mm512_loadu_si512(p)); }
+PAGEDKV_INLINE PairBits load_bits_first(const BFloat16* p, int64_t n) {
+  return reinterpret_cast<PairBits>(_mm512_maskz_loadu_epi16(first_halves(n), p));
+}
+PAGEDKV_INLINE PairBits pack_bf16(Vec lo, Vec hi) { return _mm512_cvtne2ps_pbh(hi, lo); }
+#else
+constexpr bool kHasDotBF16 = false;
+using PairBits = __m512i;
+PAGEDKV_INLINE Vec dot_bf16(Vec acc, PairBits, PairBits) { return acc; }
+PAGEDKV_INLINE PairBits load_bits(const BFloat16*) { return PairBits{}; }
+PAGEDKV_INLINE PairBits load_bits_first(const BFloat16*, int64_t) { return PairBits{}; }
+PAGEDKV_INLINE PairBits pack_bf16(Vec, Vec) { return PairBits{}; }
+#endif
+
+}  // namespace pagedkv::PAGEDKV_ISA
