@@ -55,7 +55,7 @@ def _write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, s
 
 
 def _sequence(cache: Tensor, row: list[int], length: int, columns: range) -> Tensor:
-    """Keys or values of one sequence as float32 [length, Hkv, D]; positions outside ``columns`` are zero, never read."""
+    """One sequence as float32 [length, Hkv, D]; positions outside the table ``columns`` are zero and never read."""
     block_size = cache.size(1)
     out = torch.zeros(length, *cache.shape[2:], dtype=torch.float32, device=cache.device)
     for column in columns:
