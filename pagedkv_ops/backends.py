@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from . import reference
-from .registration import NAMESPACE, is_first_import
-from .schema import SCHEMAS
+from .registration import is_first_import
+from .schema import NAMESPACE, SCHEMAS
 
 _namespace = getattr(torch.ops, NAMESPACE)
 _EXTENSION = Path(__file__).parent / "_C.abi3.so"
@@ -29,7 +29,7 @@ def _attach_reference() -> str:
 
 
 def _attach_extension() -> str:
-    torch.ops.load_library(_EXTENSION)
+    torch.ops.load_library(_EXTENSION)  # type: ignore[no-untyped-call]
     extension = ctypes.CDLL(str(_EXTENSION))
     extension.pagedkv_cpu_isa.restype = ctypes.c_char_p
     isa: bytes = extension.pagedkv_cpu_isa()

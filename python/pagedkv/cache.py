@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,17 +31,17 @@ class LayerSpec:
 class PagedKVCache:
     """Key and value tensors [num_blocks, block_size, num_kv_heads, head_size] for every layer.
 
-    Each layer has separate storages for K and V: compiled graphs then need no clone of a cache. Memory is stored head by
-    head inside a block (``layout="HND"``, a transposed view of [num_blocks, num_kv_heads, block_size, head_size]), so
-    that the CPU kernels stream each head's rows; ``layout="NHD"`` stores it token by token. On CPU, pages of memory are
-    touched only as blocks are used.
+    Each layer has separate storages for K and V: compiled graphs then need no clone of a cache. Memory is stored head
+    by head inside a block (``layout="HND"``, a transposed view of [num_blocks, num_kv_heads, block_size, head_size]),
+    so that the CPU kernels stream each head's rows; ``layout="NHD"`` stores it token by token. On CPU, pages of memory
+    are touched only as blocks are used.
 
     Args:
         num_blocks: blocks per layer, the null block 0 included.
         block_size: tokens per block.
         layers: one :class:`LayerSpec` per attention layer.
-        groups: lists of layer indices, for a manager with groups: the i-th layers of all groups share one pair of tensors,
-            so they must have equal specs. Default: every layer has its own.
+        groups: lists of layer indices, for a manager with groups: the i-th layers of all groups share one pair of
+            tensors, so they must have equal specs. Default: every layer has its own.
         num_host_blocks: blocks of a host pool for :meth:`swap`, pinned when a layer is on CUDA; allocated on first use.
 
     Attributes:
@@ -84,24 +84,22 @@ class PagedKVCache:
         self._host: list[Tensor] | None = None
 
     def _allocate(self, num_blocks: int, spec: LayerSpec, pin_memory: bool = False) -> tuple[Tensor, Tensor]:
-        device = "cpu" if pin_memory else spec.device
+        v_head_size = spec.head_size if spec.v_head_size is None else spec.v_head_size
         return (
-            self._tensor(num_blocks, spec, spec.head_size, device, pin_memory),
-            self._tensor(
-                num_blocks, spec, spec.head_size if spec.v_head_size is None else spec.v_head_size, device, pin_memory
-            ),
+            self._tensor(num_blocks, spec, spec.head_size, pin_memory),
+            self._tensor(num_blocks, spec, v_head_size, pin_memory),
         )
 
-    def _tensor(
-        self, num_blocks: int, spec: LayerSpec, head_size: int, device: torch.device | str, pin_memory: bool
-    ) -> Tensor:
+    def _tensor(self, num_blocks: int, spec: LayerSpec, head_size: int, pin_memory: bool) -> Tensor:
         # an inference tensor could not be written under plain no_grad later
         with torch.inference_mode(False):
-            if self.layout == "NHD":
-                shape = (num_blocks, self.block_size, spec.num_kv_heads, head_size)
-                return torch.empty(shape, dtype=spec.dtype, device=device, pin_memory=pin_memory)
-            shape = (num_blocks, spec.num_kv_heads, self.block_size, head_size)
-            return torch.empty(shape, dtype=spec.dtype, device=device, pin_memory=pin_memory).transpose(1, 2)
+            rows = (
+                (spec.num_kv_heads, self.block_size) if self.layout == "HND" else (self.block_size, spec.num_kv_heads)
+            )
+            tensor = torch.empty(
+                num_blocks, *rows, head_size, dtype=spec.dtype, device=spec.device, pin_memory=pin_memory
+            )
+            return tensor.transpose(1, 2) if self.layout == "HND" else tensor
 
     @property
     def block_bytes(self) -> int:
@@ -160,8 +158,8 @@ class PagedKVCache:
         if self._host is None:
             specs = [self.layers[plan[0]] for plan in self._storage]
             pin = any(torch.device(spec.device).type == "cuda" for spec in specs)
-            cpu_specs = [LayerSpec(s.num_kv_heads, s.head_size, s.v_head_size, s.dtype) for s in specs]
-            self._host = [t for spec in cpu_specs for t in self._allocate(self.num_host_blocks, spec, pin)]
+            host_specs = [replace(spec, device="cpu") for spec in specs]
+            self._host = [t for spec in host_specs for t in self._allocate(self.num_host_blocks, spec, pin)]
         return self._host
 
     def _by_device(self) -> dict[torch.device, list[Tensor]]:
