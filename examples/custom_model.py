@@ -162,8 +162,8 @@ def main() -> None:
 
     print(f"ops: {pagedkv_ops.backends()['cpu']}, {'compiled fullgraph' if compiled else 'eager'}")
     print(f"{len(prompts)} prompts of {lengths} tokens, {num_new_tokens} new each: equal to dense attention")
-    waste = manager.stats().wasted_fraction
-    print(f"{sum(len(manager.block_ids(i)) for i in range(len(prompts)))} blocks in use, {waste:.1%} of slots unused")
+    stats = manager.stats()
+    print(f"{stats.num_used_blocks} blocks in use, {stats.wasted_percent:.1f}% of their slots unused")
     print(f"decode step {sorted(seconds)[len(seconds) // 2] * 1e3:.2f} ms (median)")
 
 
