@@ -1,1 +1,23 @@
-"""Paged KV-cache ops for PyTorch: importing this package registers ``torch.ops.pagedkv.*``."""
+"""Paged KV-cache ops for PyTorch: importing this package registers ``torch.ops.pagedkv.*``.
+
+Each function here is a thin, documented name for the op of the same name. ``reference`` holds their specification,
+``testing`` helpers for tests of models that use them.
+"""
+
+from .attention import paged_attention, paged_attention_append, paged_attention_with_lse
+from .backends import backends
+from .blocks import copy_blocks, gather_kv, swap_blocks
+from .states import merge_states
+from .writing import write_kv
+
+__all__ = [
+    "backends",
+    "copy_blocks",
+    "gather_kv",
+    "merge_states",
+    "paged_attention",
+    "paged_attention_append",
+    "paged_attention_with_lse",
+    "swap_blocks",
+    "write_kv",
+]

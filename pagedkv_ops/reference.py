@@ -55,7 +55,7 @@ def _write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, s
 
 
 def _sequence(cache: Tensor, row: list[int], length: int, columns: range) -> Tensor:
-    """Keys or values of one sequence as float32 [length, Hkv, D]; positions outside ``columns`` are zero, never read."""
+    """One sequence as float32 [length, Hkv, D]; positions outside the table ``columns`` are zero and never read."""
     block_size = cache.size(1)
     out = torch.zeros(length, *cache.shape[2:], dtype=torch.float32, device=cache.device)
     for column in columns:
@@ -102,9 +102,9 @@ def _attend_one_head(
     if sink is not None:  # a logit that joins the denominator alone
         logits = torch.cat([logits, logits.new_full((query_len, 1), sink)], dim=1)
         value = torch.cat([value, value.new_zeros(1, value.size(1))])
-    lse = torch.logsumexp(logits, dim=1)
-    weights = torch.exp(logits - lse[:, None]).masked_fill(torch.isneginf(logits), 0.0)
-    return weights @ value, lse
+    # not exp(logits - lse): at a logit of 3e4 the rounding of lse alone moves every weight by 2e-4
+    weights = torch.softmax(logits, dim=1).masked_fill(torch.isneginf(logits), 0.0)  # a row of -inf gives NaN
+    return weights @ value, torch.logsumexp(logits, dim=1)
 
 
 def paged_attention_with_lse(

@@ -107,7 +107,7 @@ def check_distinct_caches(op: str, key_cache: Tensor, value_cache: Tensor) -> No
 
 
 def shares_elements(a: Tensor, b: Tensor) -> bool:
-    """Whether two equally strided, internally disjoint views name a common address. Other strides: compares the first."""
+    """Whether two equally strided views name a common address (views of unequal strides: whether both start there)."""
     if a.numel() == 0 or b.numel() == 0 or a.dtype != b.dtype:
         return False
     distance, remainder = divmod(b.data_ptr() - a.data_ptr(), a.element_size())

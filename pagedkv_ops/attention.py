@@ -1,0 +1,155 @@
+"""Paged attention: over the cache alone, with the log-sum-exp, and fused with the write of the new tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .registration import op, register_fake
+
+_paged_attention = op("paged_attention")
+_paged_attention_with_lse = op("paged_attention_with_lse")
+_paged_attention_append = op("paged_attention_append")
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    num_splits: int = 0,
+) -> Tensor:
+    """Softmax attention of packed query tokens over keys and values that lie in blocks.
+
+    logits = scale * q.k, then softcap * tanh(logits / softcap), then + alibi_slope * (key_position - query_position),
+    then the mask; accumulation in float32 (online softmax, arXiv:1805.02867; pages, arXiv:2309.06180).
+
+    Args:
+        query: [T, num_heads, head_size], float32, float16 or bfloat16; num_heads is a multiple of num_kv_heads.
+        key_cache: [num_blocks, block_size, num_kv_heads, head_size]; value_cache: [..., v_head_size]. Float types, also
+            another one than the query's; last dimension contiguous, outer strides free.
+        block_table: [B, W] int32 or int64, the blocks of each sequence in order. Entries that hold no visible key are
+            never read.
+        seq_lens: [B] int32 or int64, number of keys up to the last query token of each sequence, the new ones included.
+        cu_seqlens_q: [B+1] int32 or int64, the sequences' first query rows and the end; None: one query token each
+            (T == B). Rows past its end give 0.
+        scale: default head_size ** -0.5.
+        causal: aligned bottom-right, so that the last query token sees every key.
+        window_left, window_right: inclusive, in tokens; -1 is unlimited.
+        softcap: 0 is off.
+        alibi_slopes: [num_heads] (arXiv:2108.12409).
+        sinks: [num_heads], a logit per head that joins the denominator alone.
+        k_scale, v_scale: for quantised caches, which are refused so far.
+        num_splits: 0 splits long sequences over threads as it sees fit; 1 gives results that are bitwise independent of
+            the rest of the batch and of how a prompt was cut into chunks.
+
+    Returns:
+        [T, num_heads, v_head_size] in the query's type, contiguous. A row that sees no key is 0.
+
+    Raises:
+        RuntimeError: a shape, type, device or option does not fit; on CPU also a length or block id out of range.
+    """
+    return _paged_attention(  # type: ignore[no-any-return]
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        seq_lens,
+        cu_seqlens_q,
+        scale=scale,
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        num_splits=num_splits,
+    )
+
+
+def paged_attention_with_lse(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """:func:`paged_attention` that also returns the log of the softmax denominator (natural log, sink included).
+
+    Returns:
+        out [T, num_heads, v_head_size] and lse [T, num_heads] float32; -inf for a row that sees neither key nor sink.
+        Parts over disjoint keys are joined by :func:`merge_states`; give ``sinks`` to one of them only.
+    """
+    return _paged_attention_with_lse(  # type: ignore[no-any-return]
+        query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, **options
+    )
+
+
+def paged_attention_append(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """:func:`write_kv` of the new tokens, then :func:`paged_attention`, in one op.
+
+    ``seq_lens`` counts the new tokens. A compiled graph that calls this several times on one cache needs no clone of
+    it, which separate write and attention calls would cost.
+
+    Args and errors: those of the two ops; ``key`` and ``query`` hold the same number of tokens. An error leaves the
+    caches unchanged.
+    """
+    return _paged_attention_append(  # type: ignore[no-any-return]
+        query, key, value, key_cache, value_cache, slot_mapping, block_table, seq_lens, cu_seqlens_q, **options
+    )
+
+
+def _empty_out(query: Tensor, value_cache: Tensor) -> Tensor:
+    return query.new_empty(query.size(0), query.size(1), value_cache.size(3))
+
+
+@register_fake("paged_attention")
+def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any, **options: Any) -> Tensor:
+    checks.check_paged_attention(query, key_cache, value_cache, *args, **options)
+    return _empty_out(query, value_cache)
+
+
+@register_fake("paged_attention_with_lse")
+def _fake_with_lse(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    checks.check_paged_attention(query, key_cache, value_cache, *args, **options, op="paged_attention_with_lse")
+    return _empty_out(query, value_cache), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+@register_fake("paged_attention_append")
+def _fake_append(
+    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any, **options: Any
+) -> Tensor:
+    checks.check_paged_attention_append(query, key, value, key_cache, value_cache, *args, **options)
+    return _empty_out(query, value_cache)

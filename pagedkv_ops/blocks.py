@@ -1,0 +1,72 @@
+"""Moving whole blocks: copies within the caches, swaps between devices, gathers into a dense tensor."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import checks
+from .registration import op, register_fake
+
+_copy_blocks = op("copy_blocks")
+_swap_blocks = op("swap_blocks")
+_gather_kv = op("gather_kv")
+
+
+def copy_blocks(caches: list[Tensor], block_mapping: Tensor) -> None:
+    """Copy blocks inside every cache of the list, in place; every source is read before any destination is written.
+
+    Args:
+        caches: tensors whose first dimension is blocks: each layer's keys, values and scales.
+        block_mapping: [M, 2] int32 or int64 (source, destination) on the caches' device; no destination twice.
+
+    Raises:
+        RuntimeError: a shape or device does not fit; on CPU also an id out of range or a repeated destination.
+    """
+    _copy_blocks(caches, block_mapping)
+
+
+def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
+    """Copy blocks of ``src`` into blocks of ``dst``, across devices too; every source is read before any write.
+
+    Args:
+        src, dst: same type and shape but for the number of blocks in the first dimension; they may alias.
+        block_mapping: [M, 2] int32 or int64 (block of src, block of dst) on the CPU; no destination twice.
+
+    Raises:
+        RuntimeError: a shape or type does not fit, an id is out of range, or a destination is repeated.
+    """
+    _swap_blocks(src, dst, block_mapping)
+
+
+def gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int) -> Tensor:
+    """Copy sequences out of their blocks into a dense tensor.
+
+    Args:
+        cache: [num_blocks, block_size, num_kv_heads, head_size], float.
+        block_table: [B, W] int32 or int64.
+        seq_lens: [B] int32 or int64.
+        max_len: length of the result; longer sequences are cut, shorter ones followed by zeros.
+
+    Returns:
+        [B, max_len, num_kv_heads, head_size] in the cache's type, contiguous.
+
+    Raises:
+        RuntimeError: a shape, type or device does not fit; on CPU also a length or block id out of range.
+    """
+    return _gather_kv(cache, block_table, seq_lens, max_len)  # type: ignore[no-any-return]
+
+
+@register_fake("copy_blocks")
+def _fake_copy(caches: list[Tensor], block_mapping: Tensor) -> None:
+    checks.check_copy_blocks(caches, block_mapping)
+
+
+@register_fake("swap_blocks")
+def _fake_swap(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
+    checks.check_swap_blocks(src, dst, block_mapping)
+
+
+@register_fake("gather_kv")
+def _fake_gather(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int) -> Tensor:
+    checks.check_gather_kv(cache, block_table, seq_lens, max_len)
+    return cache.new_empty(seq_lens.size(0), max_len, cache.size(2), cache.size(3))
