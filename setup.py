@@ -11,7 +11,6 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths

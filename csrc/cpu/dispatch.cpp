@@ -59,3 +59,16 @@ const Kernels& kernels() {
 }
 
 }  // namespace pagedkv
+
+// For Python (ctypes): the name of the chosen instruction set, or 1 and the text of the error.
+extern "C" __attribute__((visibility("default"))) int pagedkv_cpu_isa(const char** text) {
+  static std::string error;
+  try {
+    *text = pagedkv::kernels().name;
+    return 0;
+  } catch (const std::exception& e) {
+    error = e.what();
+    *text = error.c_str();
+    return 1;
+  }
+}
