@@ -23,7 +23,7 @@ __all__ = ["assert_no_cache_clone", "assert_within_rounding", "dense_attention",
 
 
 def poison(*shape: int, dtype: torch.dtype = torch.float32, value: float = math.nan) -> Tensor:
-    """A CPU tensor [*shape] of NaN (or ``value``): a kernel that reads what was never written shows it in its result."""
+    """A CPU tensor [*shape] of NaN (or ``value``): a kernel that reads what was never written shows it."""
     return torch.full(shape, value, dtype=dtype)
 
 
@@ -86,7 +86,8 @@ def tolerance(exact: Tensor, rounded: Tensor) -> float:
     """Largest error that a correct kernel may show: twice that of the same arithmetic in the kernel's precision.
 
     Args:
-        exact: the result in float64. rounded: the same computed in lower precision, of the type that the kernel returns.
+        exact: the result in float64.
+        rounded: the same computed in lower precision, of the type that the kernel returns.
 
     Returns:
         Absolute tolerance. Not below twice the half unit by which rounding the exact result alone may move it.
@@ -100,7 +101,7 @@ def tolerance(exact: Tensor, rounded: Tensor) -> float:
 
 
 def assert_within_rounding(actual: Tensor, exact: Tensor, rounded: Tensor) -> None:
-    """Assert that ``actual`` equals ``exact`` (float64) within :func:`tolerance`; infinities must be equal, NaN fails."""
+    """Assert that ``actual`` equals ``exact`` (float64) within :func:`tolerance`; infinities must match, NaN fails."""
     assert actual.dtype == rounded.dtype, f"expected {rounded.dtype}, got {actual.dtype}"
     torch.testing.assert_close(actual.double(), exact, rtol=0.0, atol=tolerance(exact, rounded))
 

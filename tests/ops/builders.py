@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pagedkv_ops import value_checks
-from pagedkv_ops.testing import dense_attention, poison
+from pagedkv_ops.testing import assert_within_rounding, dense_attention, poison
 
 OUT_OF_RANGE = 2**31 - 1  # an id that no cache holds: reading it must fail or crash
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -153,6 +153,46 @@ class Case:
         block_size = self.spec.block_size
         return [int(self.block_table[b, p // block_size]) * block_size + p % block_size for p in positions]
 
+    def append_args(self) -> tuple[Any, ...]:
+        """The arguments of paged_attention_append that write the query tokens' keys and values, still poison here.
+
+        The caches returned among them are copies of this case's without those tokens; query rows that stand before the
+        sequence's first position, and padding rows, have the slot -1.
+        """
+        key_cache, value_cache = copy_strided(self.key_cache), copy_strided(self.value_cache)
+        key = poison(self.query.size(0), *self.key_cache.shape[2:])
+        value = poison(self.query.size(0), *self.value_cache.shape[2:])
+        slots = torch.full((self.query.size(0),), -1, dtype=self.spec.index_dtype)
+        start = 0
+        for b, (query_len, seq_len) in enumerate(zip(self.spec.query_lens, self.spec.seq_lens, strict=True)):
+            count = min(query_len, seq_len)
+            rows = slice(start + query_len - count, start + query_len)
+            key[rows], value[rows] = self.keys[b][seq_len - count :], self.values[b][seq_len - count :]
+            slots[rows] = torch.tensor(self.slots(b, range(seq_len - count, seq_len)), dtype=slots.dtype)
+            start += query_len
+        for slot in slots[slots >= 0].tolist():
+            for cache in (key_cache, value_cache):
+                cache[slot // self.spec.block_size, slot % self.spec.block_size] = self.spec.fill
+        if self.spec.strided:
+            key, value, slots = sliced(key), sliced(value), strided_index(slots)
+        return (
+            self.query,
+            key,
+            value,
+            key_cache,
+            value_cache,
+            slots,
+            self.block_table,
+            self.seq_lens,
+            self.cu_seqlens_q,
+        )
+
+
+def copy_strided(tensor: Tensor) -> Tensor:
+    """A copy with the same strides (clone gives others to a tensor with gaps)."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return copy.copy_(tensor)
+
 
 def attention_options(num_heads: int, *, alibi: bool = False, sinks: bool = False, **options: Any) -> dict[str, Any]:
     if alibi:
@@ -204,6 +244,18 @@ def make_case(spec: Spec | None = None, **changes: Any) -> Case:
         query, table, seq_lens = sliced(query), strided_index(table), strided_index(seq_lens)
         cu_seqlens_q = None if cu_seqlens_q is None else strided_index(cu_seqlens_q)
     return Case(spec, query, key_cache, value_cache, table, seq_lens, cu_seqlens_q, keys, values, dict(spec.options))
+
+
+def assert_attention(case: Case, *implementations: Callable[..., Any]) -> None:
+    """Each implementation of paged_attention_with_lse equals dense attention, within the query type's rounding."""
+    exact, exact_lse = case.dense()
+    rounded, rounded_lse = case.dense(case.query.dtype)
+    for implementation in implementations:
+        out, lse = implementation(*case.args, **case.options)
+        assert out.is_contiguous()
+        assert lse.is_contiguous()
+        assert_within_rounding(out, exact, rounded)
+        assert_within_rounding(lse, exact_lse, rounded_lse)
 
 
 def mean_probe(

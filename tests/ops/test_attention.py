@@ -12,9 +12,19 @@ from hypothesis import strategies as st
 
 import pagedkv_ops
 from pagedkv_ops import reference
-from pagedkv_ops.testing import assert_within_rounding
 
-from .builders import INDEX_DTYPES, OUT_OF_RANGE, Case, Spec, attention_options, make_case, mean_probe, pairwise, row_id
+from .builders import (
+    INDEX_DTYPES,
+    OUT_OF_RANGE,
+    Case,
+    Spec,
+    assert_attention,
+    attention_options,
+    make_case,
+    mean_probe,
+    pairwise,
+    row_id,
+)
 
 LENGTHS = {  # query lengths, key lengths
     "decode": ((1, 1, 1, 1, 1), (1, 2, 7, 16, 65)),
@@ -62,18 +72,6 @@ def grid_case(row: dict) -> Case:
         options=options,
         **{k: v for k, v in row.items() if k not in ("lengths", "mask", "extras", "num_splits")},
     )
-
-
-def assert_attention(case: Case, *implementations) -> None:
-    """Each implementation of paged_attention_with_lse equals dense attention within the rounding of the query's type."""
-    exact, exact_lse = case.dense()
-    rounded, rounded_lse = case.dense(case.query.dtype)
-    for implementation in implementations:
-        out, lse = implementation(*case.args, **case.options)
-        assert out.is_contiguous()
-        assert lse.is_contiguous()
-        assert_within_rounding(out, exact, rounded)
-        assert_within_rounding(lse, exact_lse, rounded_lse)
 
 
 @pytest.mark.parametrize("row", GRID, ids=row_id)

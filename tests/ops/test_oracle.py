@@ -1,4 +1,4 @@
-"""The oracle itself: dense float64 attention against PyTorch's, tolerances, and the builders the other tests rely on."""
+"""The oracle itself: dense float64 attention against PyTorch's, tolerances, and the builders of the other tests."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_assert_within_rounding_refuses_nan_missing_infinities_and_other_types()
     for wrong in ([math.nan, -math.inf], [1.0, 0.0], [1.1, -math.inf]):
         with pytest.raises(AssertionError):
             assert_within_rounding(torch.tensor(wrong), exact, rounded)
-    with pytest.raises(AssertionError, match="expected torch.float32, got torch.float16"):
+    with pytest.raises(AssertionError, match=r"expected torch\.float32, got torch\.float16"):
         assert_within_rounding(rounded.half(), exact, rounded)
 
 
