@@ -19,6 +19,9 @@
 //   kHasDotBF16, dot_bf16(acc, a, b) acc + pairwise products of 2 * kLanes bfloat16 (PairBits); only where kHasDotBF16
 //   load_bits(const BFloat16*)       2 * kLanes bfloat16 as they are; load_bits_first(p, n)
 //   pack_bf16(lo, hi)                2 * kLanes floats, rounded, in natural order, as PairBits
+//   zip_bits(x, y, low, high)        pairs (x[i], y[i]) of 2 * kLanes bfloat16 each, in an order that store_zipped undoes
+//   store_zipped(float*, low, high)  writes 2 * kLanes floats that were accumulated over such pairs in natural order
+//   store_rounded(BFloat16*, v)      kLanes bfloat16 rounded like pack_bf16; broadcast_two(p): p[0], p[1] everywhere
 #pragma once
 
 #include "types.h"
