@@ -26,17 +26,18 @@ Ids = npt.NDArray[np.int64]
 NULL_BLOCK = 0
 # Below this many ids a Python loop is faster than the fixed cost of numpy calls.
 _BULK = 12
+_ONE = np.int64(1).tobytes()
 
 
 class BlockPool:
     """`num_blocks` blocks, block 0 being the null block, which is never handed out, freed or published.
 
-    A block is free exactly when its reference count is 0 and nothing pins it; it keeps its hash, and can be hit, until it
-    is handed out again. The free queue is a doubly linked list whose ends hang on entry 0: blocks without a hash join at
-    the front, blocks with one at the back. A fresh pool hands out 1, 2, 3, ...
+    A block is free exactly when its reference count is 0 and nothing pins it; it keeps its hash, and can be hit, until
+    it is handed out again. The free queue is a doubly linked list with its ends at entry 0: blocks without a hash join
+    it at the front, blocks with one at the back. A fresh pool hands out 1, 2, 3, ...
 
-    Every method checks its ids first: `UnknownBlockError`, `BlockReferenceError` or `OutOfBlocksError` leave the pool as it
-    was.
+    Methods that take ids check them first: `UnknownBlockError`, `BlockReferenceError` and `OutOfBlocksError` leave the
+    pool as it was.
     """
 
     def __init__(self, num_blocks: int, *, record_events: bool = False) -> None:
@@ -89,14 +90,13 @@ class BlockPool:
         self._prev[after] = block
         self.num_free += 1
 
-    def _link_back(self, blocks: Ids) -> None:
-        """Appends free blocks that all have a hash, first to be reused first."""
-        first, last, before = int(blocks[0]), int(blocks[-1]), self._prev[0]
+    def _link_run(self, blocks: Ids, before: int, after: int) -> None:
+        """Chains blocks in their order between two neighbours."""
+        first, last = int(blocks[0]), int(blocks[-1])
         self._next_np[blocks[:-1]] = blocks[1:]
         self._prev_np[blocks[1:]] = blocks[:-1]
         self._next[before], self._prev[first] = first, before
-        self._next[last], self._prev[0] = 0, last
-        self.num_free += len(blocks)
+        self._next[last], self._prev[after] = after, last
 
     # Handing out and taking back.
 
@@ -139,10 +139,10 @@ class BlockPool:
             self._release_one(block)
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """`touch` without checks; null blocks are skipped."""
+        """`touch` without checks; null blocks and the negative ids of blocks to come are skipped."""
         refs, pins = self.refs, self.pins
         for block in block_ids:
-            if block:
+            if block > 0:
                 if refs[block] == 0 and block not in pins:
                     self._unlink(block)
                 refs[block] += 1
@@ -155,20 +155,26 @@ class BlockPool:
 
     def release(self, blocks: Ids) -> None:
         """`free_blocks` without checks for distinct non-null ids, tail first."""
-        if len(blocks) >= _BULK:
-            counts = self.refs_np[blocks]
-            sole = bool((counts == 1).all()) and not self.pins
-            if sole and self._hashed_np[blocks].all():
-                self.refs_np[blocks] = 0
-                self._link_back(blocks)
-                return
-        for block in blocks.tolist():
-            self._release_one(block)
+        count = len(blocks)
+        if count < _BULK or self.pins or self.refs_np[blocks].tobytes() != _ONE * count:
+            for block in blocks.tolist():
+                self._release_one(block)
+            return
+        # the common case in bulk: one owner, nothing pinned
+        self.refs_np[blocks] = 0
+        self.num_free += count
+        hashed = self._hashed_np[blocks]
+        num_hashed = hashed.tobytes().count(1)
+        if num_hashed < count:
+            self._link_run(blocks[hashed == 0][::-1], 0, self._next[0])
+            blocks = blocks[hashed == 1]
+        if num_hashed:
+            self._link_run(blocks, self._prev[0], 0)
 
     def num_taken_from_free(self, block_ids: Iterable[int]) -> int:
         """How many of these blocks a `touch` would take out of the free queue."""
         refs, pins = self.refs, self.pins
-        return sum(1 for block in block_ids if block and refs[block] == 0 and block not in pins)
+        return sum(1 for block in block_ids if block > 0 and refs[block] == 0 and block not in pins)
 
     # Pins: a pinned block is neither free nor handed out, whatever its reference count.
 
@@ -208,19 +214,25 @@ class BlockPool:
             if self.hashes[block_id] == block_hash:
                 return
             raise BlockReferenceError(f"block {block_id} is published under another hash")
-        self.hashes[block_id] = block_hash
-        self.contents[block_id] = content
-        self._hashed[block_id] = 1
+        self.publish_checked(block_id, block_hash, content, parent, tokens)
+
+    def publish_checked(
+        self, block: int, block_hash: bytes, content: Any, parent: bytes | None = None, tokens: Sequence[int] = ()
+    ) -> None:
+        """`publish` of a block that is known to be referenced and not published."""
+        self.hashes[block] = block_hash
+        self.contents[block] = content
+        self._hashed[block] = 1
         known = self.index.get(block_hash)
         if known is None:
-            self.index[block_hash] = block_id
+            self.index[block_hash] = block
             self.evicted.pop(block_hash, None)
             if self.events is not None:
                 self.events.append(("stored", block_hash, parent, tuple(tokens)))
         elif isinstance(known, list):
-            known.append(block_id)
+            known.append(block)
         else:
-            self.index[block_hash] = [known, block_id]
+            self.index[block_hash] = [known, block]
 
     def cached_block(self, block_hash: bytes) -> int | None:
         """A block that carries the hash, one in use before a free one; None if there is none."""
@@ -298,7 +310,7 @@ class BlockPool:
 
     def free_ids(self) -> list[int]:
         """The free queue in the order of reuse."""
-        order = []
+        order: list[int] = []
         block = self._next[0]
         while block and len(order) <= self.num_blocks:
             order.append(block)

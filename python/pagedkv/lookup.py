@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pagedkv.block_pool import BlockPool
 from pagedkv.groups import Group
-from pagedkv.prefix import TOKEN_BYTES, ChainHasher, KeySet, Link, adopt, common_tokens, same_prefix
+from pagedkv.prefix import TOKEN_BYTES, ChainHasher, KeySet, Link, adopt, common_tokens, same_prefix, to_bytes
 
 
 @dataclass(slots=True)
@@ -21,6 +21,11 @@ class Hit:
     tables: list[array[int]]
     tail_tokens: int = 0
     tail_blocks: Sequence[int] = ()
+
+    def with_tail(self) -> list[array[int]]:
+        if not self.tail_tokens:
+            return self.tables
+        return [table + array("q", [block]) for table, block in zip(self.tables, self.tail_blocks, strict=True)]
 
 
 class PrefixLookup:
@@ -44,8 +49,8 @@ class PrefixLookup:
         if partial_hits:
             pool.on_unpublish = self._forget_child
 
-    def find(self, chain: list[Link], tokens: bytes | bytearray, keys: KeySet, max_tokens: int) -> Hit:
-        """The longest prefix of at most `max_tokens` tokens that every group can serve. `chain` is extended as needed."""
+    def find(self, chain: list[Link], tokens: array[int], keys: KeySet, max_tokens: int) -> Hit:
+        """The longest prefix of at most `max_tokens` tokens that every group can serve; extends `chain` as needed."""
         max_tokens = max(max_tokens, 0)
         search = _Search(self, chain, tokens, keys)
         hit = search.run(max_tokens // self.step * self.step)
@@ -94,10 +99,10 @@ class PrefixLookup:
     def reset(self) -> None:
         self._children.clear()
 
-    def _find_tail(self, hit: Hit, chain: list[Link], tokens: bytes | bytearray, keys: KeySet, max_tokens: int) -> None:
+    def _find_tail(self, hit: Hit, chain: list[Link], tokens: array[int], keys: KeySet, max_tokens: int) -> None:
         size = self.step
         number_of_block = hit.num_tokens // size
-        rest = bytes(tokens[hit.num_tokens * TOKEN_BYTES : min(max_tokens, hit.num_tokens + size) * TOKEN_BYTES])
+        rest = to_bytes(tokens, hit.num_tokens, min(max_tokens, hit.num_tokens + size))
         if not rest:
             return
         parent = chain[number_of_block - 1] if number_of_block else None
@@ -120,7 +125,7 @@ class PrefixLookup:
 class _Search:
     """One search: remembers what each group was found to hold."""
 
-    def __init__(self, lookup: PrefixLookup, chain: list[Link], tokens: bytes | bytearray, keys: KeySet) -> None:
+    def __init__(self, lookup: PrefixLookup, chain: list[Link], tokens: array[int], keys: KeySet) -> None:
         self.lookup = lookup
         self.chain = chain
         self.tokens = tokens
@@ -202,10 +207,11 @@ class _Search:
             return run
         get, contents, sha256 = lookup.pool.index.get, lookup.pool.contents, hashlib.sha256
         width, suffix = hasher.chunk * TOKEN_BYTES, lookup.suffixes[number]
-        data = bytes(memoryview(self.tokens)[: num_blocks * width])
+        first = len(chain) * hasher.chunk
+        data = to_bytes(self.tokens, first, num_blocks * hasher.chunk)
         parent = chain[-1] if chain else None
         parent_hash = parent.hash if parent else hasher.root
-        for low in range(len(chain) * width, num_blocks * width, width):
+        for low in range(0, len(data), width):
             chunk = data[low : low + width]
             parent_hash = sha256(parent_hash + chunk).digest()
             block = get(parent_hash + suffix)

@@ -1,7 +1,7 @@
 """Prefix identity: a canonical byte encoding, extra keys, and the chain of hashes over a sequence's chunks of tokens.
 
-A chunk's hash covers its parent's hash, its tokens (8 bytes each, little-endian), and its extra keys; the salt enters the
-first chunk alone. Nothing depends on the process: no pickle, no `hash()`.
+A chunk's hash covers its parent's hash, its tokens (8 bytes each, little-endian) and its extra keys; the salt enters
+the first chunk alone. Nothing depends on the process: no pickle, no `hash()`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import operator
 import struct
+import sys
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,8 +31,8 @@ class Link(NamedTuple):
     extras: tuple[tuple[bytes, int], ...]  # (encoded pair, first position in the chunk it concerns), sorted
 
 
-def pack_tokens(token_ids: Any, name: str = "token_ids") -> bytes | int:
-    """Token ids as little-endian int64; a count (ids unknown) is given back as it is."""
+def pack_tokens(token_ids: Any, name: str = "token_ids") -> array[int] | int:
+    """Token ids as an array of their own; a count (ids unknown) is given back as it is."""
     if hasattr(token_ids, "tolist"):
         token_ids = token_ids.tolist()
     if isinstance(token_ids, int) and not isinstance(token_ids, bool):
@@ -39,14 +41,26 @@ def pack_tokens(token_ids: Any, name: str = "token_ids") -> bytes | int:
         return token_ids
     if isinstance(token_ids, str | bytes | bytearray):
         raise InvalidArgumentError(f"{name}: expected ints, got {type(token_ids).__name__}")
+    tokens = array("q")
     try:
-        return struct.pack(f"<{len(token_ids)}q", *token_ids)
+        # half the time of array("q", token_ids)
+        tokens.frombytes(struct.pack(f"{len(token_ids)}q", *token_ids))
     except (TypeError, struct.error) as error:
-        raise InvalidArgumentError(f"{name}: expected a sequence of ints below 2**63, or a count ({error})") from None
+        raise InvalidArgumentError(f"{name}: expected a sequence of 64-bit ints, or a count ({error})") from None
+    return tokens
 
 
-def unpack_tokens(tokens: bytes | bytearray) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(tokens) // TOKEN_BYTES}q", tokens)
+def unpack_tokens(data: bytes) -> tuple[int, ...]:
+    """The ids that `to_bytes` packed."""
+    return struct.unpack(f"<{len(data) // TOKEN_BYTES}q", data)
+
+
+def to_bytes(tokens: array[int], start: int, stop: int) -> bytes:
+    """tokens[start:stop] as little-endian int64."""
+    part = tokens[start:stop]
+    if sys.byteorder == "big":
+        part.byteswap()
+    return part.tobytes()
 
 
 def encode(value: Any) -> bytes:
@@ -71,7 +85,7 @@ def encode(value: Any) -> bytes:
         return _sized(b"I", b"%d" % operator.index(value))
     except TypeError:
         raise InvalidArgumentError(
-            f"extra_keys, cache_salt: expected plain values (None, bool, int, float, str, bytes and containers of them), "
+            "extra_keys, cache_salt: expected plain values (None, bool, int, float, str, bytes, containers of them), "
             f"got {type(value).__name__}"
         ) from None
 
@@ -83,8 +97,8 @@ def _sized(tag: bytes, body: bytes) -> bytes:
 class KeySet:
     """The extra keys and the salt of one sequence, encoded once.
 
-    Pairs (kind, value) concern every chunk; (kind, value, start, end) the chunks that overlap positions [start, end), with
-    the offset of `start` in the chunk.
+    Pairs (kind, value) concern every chunk; (kind, value, start, end) the chunks that overlap positions [start, end),
+    with the offset of `start` in the chunk.
     """
 
     __slots__ = ("_first", "_ranges", "_whole", "salt")
@@ -145,13 +159,13 @@ class ChainHasher:
             raise InvalidArgumentError(f"hash_fn: expected it to return bytes, got {type(digest).__name__}")
         return digest
 
-    def extend(self, chain: list[Link], tokens: bytes | bytearray, keys: KeySet, num_chunks: int) -> None:
+    def extend(self, chain: list[Link], tokens: array[int], keys: KeySet, num_chunks: int) -> None:
         """Appends links until `chain` covers `num_chunks` full chunks of `tokens`."""
         first = len(chain)
         if first >= num_chunks:
             return
         width = self.chunk * TOKEN_BYTES
-        data = bytes(memoryview(tokens)[first * width : num_chunks * width])
+        data = to_bytes(tokens, first * self.chunk, num_chunks * self.chunk)
         parent = chain[-1] if chain else None
         parent_hash = parent.hash if parent else self.root
         if not keys and self._hash_fn is None:

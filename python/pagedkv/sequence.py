@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from pagedkv.prefix import TOKEN_BYTES, KeySet, Link
+from pagedkv.prefix import KeySet, Link
+
+NEVER = sys.maxsize
 
 
 @dataclass(slots=True)
 class SequenceState:
-    """Lists with one entry per attention group; counts of tokens unless a name says blocks.
+    """Lists have one entry per attention group; counts are tokens unless a name says blocks.
 
-    tokens: packed ids, shorter than num_tokens where ids are unknown. chain: links of the full chunks hashed so far.
+    tokens: ids, fewer than num_tokens where they are unknown. chain: links of the full chunks hashed so far.
     num_granted: slots exist for the positions below. running: attached, and not preempted since.
-    published, attached, released: leading blocks that were offered to the prefix index, came from it, were given back.
+    published, attached, released: leading blocks offered to the prefix index, taken from it, given back.
     host: host block ids of a swapped sequence, -1 where its table has the null block.
+    num_hit: tokens that came from the prefix cache at the last admission.
+    fast_end: tokens at positions below can be written without a look at any block: those blocks are this sequence's
+    own and unpublished, and no window gives anything back before. publish_at: computed tokens that fill a next block.
     """
 
     seq_id: Hashable
     keys: KeySet
-    tokens: bytearray
+    tokens: array[int]
     num_tokens: int
     num_groups: int
     num_computed: int = 0
@@ -34,6 +40,8 @@ class SequenceState:
     attached: list[int] = field(init=False)
     released: list[int] = field(init=False)
     host: list[list[int]] | None = None
+    fast_end: int = 0
+    publish_at: int = NEVER
 
     def __post_init__(self) -> None:
         self.detach()
@@ -44,18 +52,29 @@ class SequenceState:
         self.published = [0] * self.num_groups
         self.attached = [0] * self.num_groups
         self.released = [0] * self.num_groups
-        self.num_granted = 0
+        self.num_granted = self.fast_end = 0
+        self.publish_at = NEVER
         self.running = False
 
     @property
     def num_known(self) -> int:
         """Leading tokens whose ids are known."""
-        return len(self.tokens) // TOKEN_BYTES
+        return len(self.tokens)
+
+    def extend(self, tokens: array[int] | int) -> None:
+        """Adds tokens by id, or by count; ids behind unknown ones stay unknown."""
+        if isinstance(tokens, int):
+            self.num_tokens += tokens
+            return
+        if len(self.tokens) == self.num_tokens:
+            self.tokens.extend(tokens)
+        self.num_tokens += len(tokens)
 
     def cut(self, num_tokens: int, chunk: int) -> None:
         """Forgets the tokens past `num_tokens`; tables are the caller's."""
-        del self.tokens[num_tokens * TOKEN_BYTES :]
+        del self.tokens[num_tokens:]
         del self.chain[num_tokens // chunk :]
         self.num_tokens = num_tokens
         self.num_computed = min(self.num_computed, num_tokens)
         self.num_granted = min(self.num_granted, num_tokens)
+        self.fast_end = 0
