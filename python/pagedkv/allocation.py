@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pagedkv.errors import InvalidArgumentError, NonCausalError
 from pagedkv.lookup import Hit
 from pagedkv.release import drop_blocks, drop_host
-from pagedkv.sequence import NEVER
+from pagedkv.sequence import NEVER, lowered
 
 if TYPE_CHECKING:
     from pagedkv.manager import KVCacheManager
@@ -121,21 +121,26 @@ def _admission(
 def _find(manager: KVCacheManager, seq: SequenceState) -> Hit:
     if not manager.prefix_caching:
         return Hit(0, [array("q") for _ in manager.groups])
-    return manager.lookup.find(seq.chain, seq.tokens, seq.keys, min(seq.num_known, seq.num_tokens - 1))
+    chain = seq.links()
+    hit = manager.lookup.find(chain, seq.tokens, seq.keys, min(seq.num_known, seq.num_tokens - 1))
+    seq.keep_links(chain)
+    return hit
 
 
 def _swapped_tables(manager: KVCacheManager, seq: SequenceState) -> list[array[int]]:
     """Tables of a swapped sequence: cached blocks where the pool still has them, -1 where the host block is needed."""
     assert seq.host is not None
     tables = []
+    chain = seq.links()
     for number, (group, hosts) in enumerate(zip(manager.groups, seq.host, strict=True)):
         full = min(seq.num_computed, seq.num_known) // group.block_size if manager.prefix_caching else 0
-        manager.hasher.extend(seq.chain, seq.tokens, seq.keys, full * group.chunks_per_block)
+        manager.hasher.extend(chain, seq.tokens, seq.keys, full * group.chunks_per_block)
         table = array("q")
         for block, host in enumerate(hosts):
-            found = manager.lookup.block_at(number, seq.chain, block) if block < full and host >= 0 else 0
+            found = manager.lookup.block_at(number, chain, block) if block < full and host >= 0 else 0
             table.append(found or (0 if host < 0 else -1))
         tables.append(table)
+    seq.keep_links(chain)
     return tables
 
 
@@ -205,10 +210,10 @@ def apply_plan(manager: KVCacheManager, seq: SequenceState, plan: Plan) -> list[
         for table in plan.tables:
             pool.acquire(table)
         seq.tables = [table[:] for table in plan.tables]
-        seq.attached = plan.attached
-        seq.released = plan.released
+        seq.attached = tuple(plan.attached)
+        seq.released = tuple(plan.released)
         if seq.host is None:
-            seq.published = [plan.computed // group.block_size for group in manager.groups]
+            seq.published = tuple(plan.computed // group.block_size for group in manager.groups)
         seq.running = True
         manager.num_running += 1
     new_blocks = []
@@ -236,12 +241,12 @@ def _make_writable(manager: KVCacheManager, seq: SequenceState, number: int, pla
     if written < 0:
         return 0
     source = seq.tables[number][written]
-    seq.published[number] = min(seq.published[number], written)
+    seq.published = lowered(seq.published, number, written)
     if not plan.copied[number]:
         manager.pool.unpublish(source)
         return 0
     seq.tables[number][written] = fresh[0]
-    seq.attached[number] = min(seq.attached[number], written)
+    seq.attached = lowered(seq.attached, number, written)
     manager.transfers.copy(source, fresh[0])
     drop_blocks(manager, [source])
     return 1
@@ -250,11 +255,11 @@ def _make_writable(manager: KVCacheManager, seq: SequenceState, number: int, pla
 def _release_windows(manager: KVCacheManager, seq: SequenceState, released: list[int]) -> None:
     dropped = []
     for number, table in enumerate(seq.tables):
-        for index in range(released[number] - 1, seq.released[number] - 1, -1):
+        for index in range(seq.released[number], released[number]):
             dropped.append(table[index])
             table[index] = 0
-    seq.released = released
     if dropped:
+        seq.released = tuple(released)
         drop_blocks(manager, dropped)
 
 

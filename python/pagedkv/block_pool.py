@@ -26,7 +26,8 @@ Ids = npt.NDArray[np.int64]
 NULL_BLOCK = 0
 # Below this many ids a Python loop is faster than the fixed cost of numpy calls.
 _BULK = 12
-_ONE = np.int64(1).tobytes()
+# Flags of a block, so that one gather tells whether a table can be given back in bulk.
+_HASHED, _SHARED, _PINNED = 1, 2, 4
 
 
 class BlockPool:
@@ -46,8 +47,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.refs = array("q", bytes(8 * num_blocks))
         self.refs_np: Ids = np.frombuffer(self.refs, np.int64)
-        self._hashed = bytearray(num_blocks)
-        self._hashed_np = np.frombuffer(self._hashed, np.uint8)
+        self._flags = bytearray(num_blocks)
+        self._flags_np = np.frombuffer(self._flags, np.uint8)
         self.hashes: list[bytes | None] = [None] * num_blocks
         self.contents: list[Any] = [None] * num_blocks
         self.index: dict[bytes, int | list[int]] = {}
@@ -81,7 +82,7 @@ class BlockPool:
 
     def _link(self, block: int) -> None:
         """Puts a free block where its hash says: at the back with one, else at the front."""
-        if self._hashed[block]:
+        if self._flags[block]:
             before, after = self._prev[0], 0
         else:
             before, after = 0, self._next[0]
@@ -109,11 +110,11 @@ class BlockPool:
         if count == 0:
             return []
         blocks = []
-        following, refs, hashed = self._next, self.refs, self._hashed
+        following, refs, flags = self._next, self.refs, self._flags
         block = following[0]
         for _ in range(count):
             refs[block] = 1
-            if hashed[block]:
+            if flags[block]:
                 self._unpublish(block, evicted=True)
             blocks.append(block)
             block = following[block]
@@ -138,43 +139,68 @@ class BlockPool:
         for block in block_ids:
             self._release_one(block)
 
-    def acquire(self, block_ids: Iterable[int]) -> None:
-        """`touch` without checks; null blocks and the negative ids of blocks to come are skipped."""
-        refs, pins = self.refs, self.pins
+    def acquire(self, block_ids: Sequence[int] | array[int]) -> None:
+        """`touch` without checks; null blocks and the negative ids of blocks to come are skipped.
+
+        An array must name distinct blocks.
+        """
+        if isinstance(block_ids, array) and len(block_ids) >= _BULK:
+            blocks = _real(block_ids)
+            counts = self.refs_np[blocks]
+            if counts.all():
+                self.refs_np[blocks] = counts + 1
+                self._flags_np[blocks] |= _SHARED
+                return
+        refs, flags = self.refs, self._flags
         for block in block_ids:
             if block > 0:
-                if refs[block] == 0 and block not in pins:
+                count = refs[block]
+                if count:
+                    flags[block] |= _SHARED
+                elif not flags[block] & _PINNED:
                     self._unlink(block)
-                refs[block] += 1
+                refs[block] = count + 1
 
     def _release_one(self, block: int) -> None:
         left = self.refs[block] - 1
         self.refs[block] = left
-        if left == 0 and block not in self.pins:
+        if left == 1:
+            self._flags[block] &= ~_SHARED
+        elif left == 0 and not self._flags[block] & _PINNED:
             self._link(block)
 
     def release(self, blocks: Ids) -> None:
-        """`free_blocks` without checks for distinct non-null ids, tail first."""
+        """`free_blocks` without checks for distinct non-null ids, the last of which is reused first."""
         count = len(blocks)
-        if count < _BULK or self.pins or self.refs_np[blocks].tobytes() != _ONE * count:
-            for block in blocks.tolist():
-                self._release_one(block)
-            return
-        # the common case in bulk: one owner, nothing pinned
-        self.refs_np[blocks] = 0
-        self.num_free += count
-        hashed = self._hashed_np[blocks]
-        num_hashed = hashed.tobytes().count(1)
-        if num_hashed < count:
-            self._link_run(blocks[hashed == 0][::-1], 0, self._next[0])
-            blocks = blocks[hashed == 1]
-        if num_hashed:
-            self._link_run(blocks, self._prev[0], 0)
+        if count >= _BULK:
+            flags = self._flags_np[blocks]
+            values = flags.tobytes()
+            num_hashed = values.count(_HASHED)
+            if num_hashed + values.count(0) == count:
+                self._release_sole(blocks, flags, num_hashed)
+                return
+        for block in reversed(blocks.tolist()):
+            self._release_one(block)
 
-    def num_taken_from_free(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks a `touch` would take out of the free queue."""
-        refs, pins = self.refs, self.pins
-        return sum(1 for block in block_ids if block > 0 and refs[block] == 0 and block not in pins)
+    def _release_sole(self, blocks: Ids, flags: npt.NDArray[np.uint8], num_hashed: int) -> None:
+        """Blocks of one owner that nothing pins, in bulk."""
+        self.refs_np[blocks] = 0
+        self.num_free += len(blocks)
+        if num_hashed < len(blocks):
+            self._link_run(blocks[flags == 0], 0, self._next[0])
+            blocks = blocks[flags == _HASHED]
+        if num_hashed:
+            # the other way round: the tail of the sequence comes first
+            first, last, before = int(blocks[-1]), int(blocks[0]), self._prev[0]
+            self._next_np[blocks[1:]] = blocks[:-1]
+            self._prev_np[blocks[:-1]] = blocks[1:]
+            self._next[before], self._prev[first] = first, before
+            self._next[last], self._prev[0] = 0, last
+
+    def num_taken_from_free(self, block_ids: array[int]) -> int:
+        """How many blocks of a table `acquire` would take out of the free queue."""
+        blocks = _real(block_ids)
+        return int(np.count_nonzero((self.refs_np[blocks] == 0) & (self._flags_np[blocks] < _PINNED)))
 
     # Pins: a pinned block is neither free nor handed out, whatever its reference count.
 
@@ -182,6 +208,7 @@ class BlockPool:
         if self.refs[block] == 0 and block not in self.pins:
             self._unlink(block)
         self.pins[block] = self.pins.get(block, 0) + 1
+        self._flags[block] |= _PINNED
 
     def unpin(self, block: int) -> None:
         left = self.pins[block] - 1
@@ -189,6 +216,7 @@ class BlockPool:
             self.pins[block] = left
             return
         del self.pins[block]
+        self._flags[block] &= ~_PINNED
         if self.refs[block] == 0:
             self._link(block)
 
@@ -210,7 +238,7 @@ class BlockPool:
         self._check_ids((block_id,))
         if self.refs[block_id] == 0:
             raise BlockReferenceError(f"block {block_id} is free and can not be published")
-        if self._hashed[block_id]:
+        if self._flags[block_id] & _HASHED:
             if self.hashes[block_id] == block_hash:
                 return
             raise BlockReferenceError(f"block {block_id} is published under another hash")
@@ -222,7 +250,7 @@ class BlockPool:
         """`publish` of a block that is known to be referenced and not published."""
         self.hashes[block] = block_hash
         self.contents[block] = content
-        self._hashed[block] = 1
+        self._flags[block] |= _HASHED
         known = self.index.get(block_hash)
         if known is None:
             self.index[block_hash] = block
@@ -245,7 +273,7 @@ class BlockPool:
         """Makes blocks forget their hashes; free ones among them are reused first from now on."""
         self._check_ids(block_ids)
         for block in block_ids:
-            if self._hashed[block]:
+            if self._flags[block] & _HASHED:
                 queued = self.refs[block] == 0 and block not in self.pins
                 if queued:
                     self._unlink(block)
@@ -255,14 +283,14 @@ class BlockPool:
 
     def unpublish(self, block: int) -> None:
         """Forgets the hash of a referenced block that is about to be overwritten."""
-        if self._hashed[block]:
+        if self._flags[block] & _HASHED:
             self._unpublish(block, evicted=False)
 
     def _unpublish(self, block: int, *, evicted: bool) -> None:
         block_hash, content = self.hashes[block], self.contents[block]
         assert block_hash is not None
         self.hashes[block] = self.contents[block] = None
-        self._hashed[block] = 0
+        self._flags[block] &= ~_HASHED
         known = self.index[block_hash]
         if isinstance(known, list):
             known.remove(block)
@@ -281,11 +309,11 @@ class BlockPool:
             self.on_unpublish(block, content)
 
     def is_published(self, block: int) -> bool:
-        return bool(self._hashed[block])
+        return bool(self._flags[block] & _HASHED)
 
     @property
     def num_published(self) -> int:
-        return int(np.count_nonzero(self._hashed_np))
+        return int(np.count_nonzero(self._flags_np & _HASHED))
 
     def reset(self) -> bool:
         """Forgets every hash; False, and nothing changes, while a block is referenced or pinned."""
@@ -295,7 +323,7 @@ class BlockPool:
         self.evicted.clear()
         self.hashes = [None] * self.num_blocks
         self.contents = [None] * self.num_blocks
-        self._hashed_np[:] = 0
+        self._flags_np[:] = 0
         self._link_fresh()
         if self.events is not None:
             self.events.append(("cleared",))
@@ -341,7 +369,16 @@ class BlockPool:
             indexed += len(blocks)
         carried = [block for block, block_hash in enumerate(self.hashes) if block_hash is not None]
         _require(indexed == len(carried), "a block carries a hash that is not indexed")
-        _require(carried == np.flatnonzero(self._hashed_np).tolist(), "hash flags and hashes disagree")
+        _require(carried == np.flatnonzero(self._flags_np & _HASHED).tolist(), "hash flags and hashes disagree")
+        _require(
+            bool(((self._flags_np & _SHARED != 0) == (self.refs_np > 1)).all()), "shared flags and counts disagree"
+        )
+        _require(sorted(self.pins) == np.flatnonzero(self._flags_np & _PINNED).tolist(), "pin flags and pins disagree")
+
+
+def _real(table: array[int]) -> Ids:
+    blocks: Ids = np.array(table, np.int64)
+    return blocks[blocks > 0]
 
 
 def _require(condition: bool, message: str) -> None:

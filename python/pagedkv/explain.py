@@ -34,7 +34,7 @@ def explain_prefix(manager: KVCacheManager, seq: SequenceState) -> PrefixExplana
         return PrefixExplanation(seq.num_tokens, 0, "disabled", None, "prefix caching is off")
     limit = min(seq.num_known, seq.num_tokens - 1)
     if not seq.running:
-        hit = manager.lookup.find(list(seq.chain), seq.tokens, seq.keys, limit)
+        hit = manager.lookup.find(seq.links(), seq.tokens, seq.keys, limit)
         cached = hit.num_tokens + hit.tail_tokens
     step = manager.lookup.step
     block = cached // step
@@ -51,7 +51,7 @@ def explain_prefix(manager: KVCacheManager, seq: SequenceState) -> PrefixExplana
 
 def _first_miss(manager: KVCacheManager, seq: SequenceState, step_index: int) -> tuple[str, str]:
     chunks = manager.lookup.step // manager.hasher.chunk
-    chain = list(seq.chain)
+    chain = seq.links()
     manager.hasher.extend(chain, seq.tokens, seq.keys, (step_index + 1) * chunks)
     wanted = chain[step_index * chunks : (step_index + 1) * chunks]
     hashes = {link.hash + suffix for link in wanted for suffix in manager.lookup.suffixes}

@@ -50,10 +50,11 @@ def _check_sequence(manager: KVCacheManager, seq: SequenceState) -> None:
 
     require(0 <= seq.num_computed <= seq.num_tokens, "computed tokens exceed the existing ones")
     require(seq.num_known <= seq.num_tokens, "more ids than tokens")
-    require(len(seq.chain) * manager.hasher.chunk <= seq.num_known, "hashed past the known tokens")
+    require(seq.num_links * manager.hasher.chunk <= seq.num_known, "hashed past the known tokens")
     require(not (seq.running and seq.host is not None), "runs while it is swapped out")
     require(seq.running or not any(seq.tables), "holds blocks without running")
     require(not seq.running or seq.num_computed <= seq.num_granted, "computed past the granted slots")
+    links = seq.links()
     for number, (group, table) in enumerate(zip(manager.groups, seq.tables, strict=True)):
         size = group.block_size
         released = seq.released[number]
@@ -68,5 +69,5 @@ def _check_sequence(manager: KVCacheManager, seq: SequenceState) -> None:
         )
         for block, block_id in enumerate(table[: seq.published[number]]):
             content = manager.pool.contents[block_id]
-            link = seq.chain[(block + 1) * group.chunks_per_block - 1]
+            link = links[(block + 1) * group.chunks_per_block - 1]
             require(block_id == 0 or content is None or content.tokens == link.tokens, "a block was published wrongly")

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 
 from pagedkv.block_pool import BlockPool
 from pagedkv.groups import Group
-from pagedkv.prefix import TOKEN_BYTES, ChainHasher, KeySet, Link, adopt, common_tokens, same_prefix, to_bytes
+from pagedkv.prefix import (
+    NO_EXTRAS,
+    TOKEN_BYTES,
+    ChainHasher,
+    KeySet,
+    Link,
+    adopt,
+    common_tokens,
+    same_prefix,
+    to_bytes,
+)
 
 
 @dataclass(slots=True)
@@ -214,17 +224,16 @@ class _Search:
         for low in range(0, len(data), width):
             chunk = data[low : low + width]
             parent_hash = sha256(parent_hash + chunk).digest()
-            block = get(parent_hash + suffix)
-            if block.__class__ is int:
-                content = contents[block]
-                if content[1] is parent and content[2] == chunk and not content[3]:
+            known = get(parent_hash + suffix)
+            if known.__class__ is int:
+                content = contents[known]
+                if content.parent is parent and content.tokens == chunk and not content.extras:
                     parent = content
                     chain.append(parent)
-                    run.append(block)
+                    run.append(known)
                     continue
-            parent = Link(parent_hash, parent, chunk, ())
-            chain.append(parent)
-            block = lookup.block_at(number, chain, len(run)) if block is not None else 0
+            chain.append(Link(parent_hash, parent, chunk, NO_EXTRAS))
+            block = lookup.block_at(number, chain, len(run)) if known is not None else 0
             if not block:
                 break
             parent = chain[-1]

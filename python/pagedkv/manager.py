@@ -28,7 +28,7 @@ from pagedkv.lookup import PrefixLookup
 from pagedkv.prefix import NO_KEYS, ChainHasher, ExtraKeys, HashFn, KeySet, pack_tokens
 from pagedkv.publishing import check_arrived, publish
 from pagedkv.release import drop_host, drop_host_blocks, drop_tables, give_back, share, swap_out
-from pagedkv.sequence import SequenceState
+from pagedkv.sequence import SequenceState, lowered
 from pagedkv.stats import KVCacheStats, collect_stats
 from pagedkv.transfers import Pairs, Transfers
 
@@ -161,9 +161,9 @@ class KVCacheManager:
         for number, group in enumerate(self.groups):
             keep = -(-length // group.block_size)
             nulls.append(max(0, seq.released[number] - keep))
-            for counts in (seq.attached, seq.released):
-                counts[number] = min(counts[number], keep)
-            seq.published[number] = min(seq.published[number], length // group.block_size)
+            seq.attached = lowered(seq.attached, number, keep)
+            seq.released = lowered(seq.released, number, keep)
+            seq.published = lowered(seq.published, number, length // group.block_size)
             dropped.append(seq.tables[number][keep:])
             del seq.tables[number][keep:]
             if seq.host is not None:

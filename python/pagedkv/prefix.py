@@ -11,24 +11,27 @@ import operator
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from pagedkv.errors import InvalidArgumentError
 
 TOKEN_BYTES = 8
 HashFn = Callable[[bytes], bytes]
 ExtraKeys = Sequence[tuple[Any, ...]]
-TokenIds = Sequence[int] | int
+Extras = tuple[tuple[bytes, int], ...]  # (encoded pair, first position in the chunk it concerns), sorted
+NO_EXTRAS: Extras = ()
 
 
-class Link(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Link:
     """One chunk of a prefix, and through `parent` everything before it."""
 
     hash: bytes
     parent: Link | None
     tokens: bytes
-    extras: tuple[tuple[bytes, int], ...]  # (encoded pair, first position in the chunk it concerns), sorted
+    extras: Extras
 
 
 def pack_tokens(token_ids: Any, name: str = "token_ids") -> array[int] | int:
@@ -126,7 +129,7 @@ class KeySet:
     def __bool__(self) -> bool:
         return bool(self._first or self._ranges)
 
-    def at(self, start: int, stop: int) -> tuple[tuple[bytes, int], ...]:
+    def at(self, start: int, stop: int) -> Extras:
         """The encoded keys of the chunk at positions [start, stop)."""
         common = self._whole if start else self._first
         overlapping = [
@@ -160,28 +163,30 @@ class ChainHasher:
         return digest
 
     def extend(self, chain: list[Link], tokens: array[int], keys: KeySet, num_chunks: int) -> None:
-        """Appends links until `chain` covers `num_chunks` full chunks of `tokens`."""
-        first = len(chain)
-        if first >= num_chunks:
-            return
+        """Appends links until `chain`, which starts at the first chunk, covers `num_chunks` full chunks of `tokens`."""
+        chain += self.grow(chain[-1] if chain else None, len(chain), tokens, keys, num_chunks)
+
+    def grow(self, tip: Link | None, first: int, tokens: array[int], keys: KeySet, stop: int) -> list[Link]:
+        """The links of chunks [first, stop), behind `tip`."""
+        links: list[Link] = []
+        if first >= stop:
+            return links
         width = self.chunk * TOKEN_BYTES
-        data = to_bytes(tokens, first * self.chunk, num_chunks * self.chunk)
-        parent = chain[-1] if chain else None
-        parent_hash = parent.hash if parent else self.root
-        if not keys and self._hash_fn is None:
-            sha256, make = hashlib.sha256, tuple.__new__
-            for low in range(0, len(data), width):
-                chunk = data[low : low + width]
-                parent_hash = sha256(parent_hash + chunk).digest()
-                parent = make(Link, (parent_hash, parent, chunk, ()))
-                chain.append(parent)
-            return
-        for number in range(first, num_chunks):
-            chunk = data[(number - first) * width : (number - first + 1) * width]
-            extras = keys.at(number * self.chunk, (number + 1) * self.chunk)
-            parent_hash = self._digest(parent_hash + chunk + b"".join(pair for pair, _ in extras))
-            parent = Link(parent_hash, parent, chunk, extras)
-            chain.append(parent)
+        data = to_bytes(tokens, first * self.chunk, stop * self.chunk)
+        parent_hash = tip.hash if tip else self.root
+        plain = not keys and self.is_sha256
+        sha256 = hashlib.sha256
+        for number in range(first, stop):
+            low = (number - first) * width
+            chunk = data[low : low + width]
+            if plain:
+                parent_hash, extras = sha256(parent_hash + chunk).digest(), NO_EXTRAS
+            else:
+                extras = keys.at(number * self.chunk, (number + 1) * self.chunk)
+                parent_hash = self._digest(b"".join((parent_hash, chunk, *(pair for pair, _ in extras))))
+            tip = Link(parent_hash, tip, chunk, extras)
+            links.append(tip)
+        return links
 
 
 def same_prefix(a: Link | None, b: Link | None) -> bool:
@@ -198,8 +203,10 @@ def adopt(chain: list[Link], number: int, link: Link) -> None:
 
     Later comparisons then end at once, by identity. The links that follow get the new parent.
     """
+    above = link
     for after in range(number + 1, len(chain)):
-        chain[after] = chain[after]._replace(parent=link if after == number + 1 else chain[after - 1])
+        own = chain[after]
+        chain[after] = above = Link(own.hash, above, own.tokens, own.extras)
     current: Link | None = link
     while current is not None and chain[number] is not current:
         chain[number] = current
@@ -207,7 +214,7 @@ def adopt(chain: list[Link], number: int, link: Link) -> None:
         number -= 1
 
 
-def common_tokens(link: Link, tokens: bytes, extras: Iterable[tuple[bytes, int]]) -> int:
+def common_tokens(link: Link, tokens: bytes, extras: Extras) -> int:
     """How many leading tokens of a chunk agree with `tokens` and see the same extra keys."""
     count = min(len(tokens), len(link.tokens)) // TOKEN_BYTES
     for _, position in set(extras) ^ set(link.extras):

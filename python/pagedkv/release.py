@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pagedkv.sequence import SequenceState
+from pagedkv.sequence import SequenceState, lowered
 
 if TYPE_CHECKING:
     from pagedkv.block_pool import Ids
@@ -24,22 +24,21 @@ def give_back(manager: KVCacheManager, seq: SequenceState) -> None:
 
 
 def drop_tables(manager: KVCacheManager, tables: Sequence[array[int]], released: Sequence[int]) -> None:
-    """Gives back what tables hold behind their null blocks, the positions nearest the end first, across groups."""
+    """Gives back what tables hold behind their null blocks; the tail, over all groups, is reused first."""
     if len(tables) == 1:
-        # reversed as an array: numpy indexes faster with contiguous indices
-        blocks: Ids = np.frombuffer(tables[0][released[0] :][::-1] if released[0] else tables[0][::-1], np.int64)
+        blocks: Ids = np.frombuffer(tables[0], np.int64)[released[0] :]
     else:
-        parts = [np.frombuffer(table[first:][::-1], np.int64) for table, first in zip(tables, released, strict=True)]
+        parts = [np.frombuffer(table, np.int64)[first:] for table, first in zip(tables, released, strict=True)]
         distances = [
-            np.arange(1, len(part) + 1) * group.block_size for part, group in zip(parts, manager.groups, strict=True)
+            np.arange(len(part), 0, -1) * group.block_size for part, group in zip(parts, manager.groups, strict=True)
         ]
-        blocks = np.concatenate(parts)[np.argsort(np.concatenate(distances), kind="stable")]
+        blocks = np.concatenate(parts)[np.argsort(-np.concatenate(distances), kind="stable")]
     if len(blocks):
         _drop(manager, blocks)
 
 
 def drop_blocks(manager: KVCacheManager, blocks: list[int]) -> None:
-    """Gives back single blocks, first to be reused first."""
+    """Gives back single blocks, last to be reused first."""
     _drop(manager, np.array(blocks, np.int64))
 
 
@@ -70,7 +69,8 @@ def share(manager: KVCacheManager, parent: SequenceState, child_id: Hashable) ->
     child = SequenceState(
         child_id, parent.keys, parent.tokens[:length], length, len(manager.groups), num_computed=length
     )
-    child.chain = parent.chain[: length // manager.hasher.chunk]
+    child.tip, child.num_links = parent.tip, parent.num_links
+    child.cut_links(length // manager.hasher.chunk)
     child.num_hit = min(parent.num_hit, length)
     if parent.host is not None:
         child.host = [list(hosts) for hosts in parent.host]
@@ -83,12 +83,12 @@ def share(manager: KVCacheManager, parent: SequenceState, child_id: Hashable) ->
         child.num_granted = length
         manager.num_running += 1
         parent.fast_end = 0
+        child.published, child.attached, child.released = parent.published, parent.attached, parent.released
         for number, group in enumerate(manager.groups):
             keep = -(-length // group.block_size)
             child.tables[number] = parent.tables[number][:keep]
-            child.published[number] = min(parent.published[number], length // group.block_size)
-            child.attached[number] = min(parent.attached[number], keep)
-            child.released[number] = parent.released[number]
+            child.published = lowered(child.published, number, length // group.block_size)
+            child.attached = lowered(child.attached, number, keep)
             manager.pool.acquire(child.tables[number])
         child.publish_at = parent.publish_at
     return child
