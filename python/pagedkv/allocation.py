@@ -213,7 +213,7 @@ def apply_plan(manager: KVCacheManager, seq: SequenceState, plan: Plan) -> list[
         seq.attached = tuple(plan.attached)
         seq.released = tuple(plan.released)
         if seq.host is None:
-            seq.published = tuple(plan.computed // group.block_size for group in manager.groups)
+            seq.published = plan.computed
         seq.running = True
         manager.num_running += 1
     new_blocks = []
@@ -241,7 +241,7 @@ def _make_writable(manager: KVCacheManager, seq: SequenceState, number: int, pla
     if written < 0:
         return 0
     source = seq.tables[number][written]
-    seq.published = lowered(seq.published, number, written)
+    seq.published = min(seq.published, written * manager.groups[number].block_size)
     if not plan.copied[number]:
         manager.pool.unpublish(source)
         return 0
@@ -265,13 +265,12 @@ def _release_windows(manager: KVCacheManager, seq: SequenceState, released: list
 
 def note_limits(manager: KVCacheManager, seq: SequenceState, *, writable: bool) -> None:
     """Settles fast_end (0 unless the written blocks are known to be the sequence's own) and publish_at."""
-    fast_end = publish_at = NEVER
-    for number, group in enumerate(manager.groups):
-        end = len(seq.tables[number]) * group.block_size
-        fast_end = min(fast_end, end, group.next_release(seq.released[number]))
-        publish_at = min(publish_at, (seq.published[number] + 1) * group.block_size)
+    fast_end = NEVER
+    for group, table, released in zip(manager.groups, seq.tables, seq.released, strict=True):
+        fast_end = min(fast_end, len(table) * group.block_size, group.next_release(released))
     seq.fast_end = fast_end if writable else 0
-    seq.publish_at = publish_at if manager.prefix_caching else NEVER
+    if manager.prefix_caching:
+        seq.publish_at = (seq.published // manager.hasher.chunk + 1) * manager.hasher.chunk
 
 
 def _result(

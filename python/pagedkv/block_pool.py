@@ -91,14 +91,6 @@ class BlockPool:
         self._prev[after] = block
         self.num_free += 1
 
-    def _link_run(self, blocks: Ids, before: int, after: int) -> None:
-        """Chains blocks in their order between two neighbours."""
-        first, last = int(blocks[0]), int(blocks[-1])
-        self._next_np[blocks[:-1]] = blocks[1:]
-        self._prev_np[blocks[1:]] = blocks[:-1]
-        self._next[before], self._prev[first] = first, before
-        self._next[last], self._prev[after] = after, last
-
     # Handing out and taking back.
 
     def get_new_blocks(self, count: int) -> list[int]:
@@ -171,31 +163,40 @@ class BlockPool:
 
     def release(self, blocks: Ids) -> None:
         """`free_blocks` without checks for distinct non-null ids, the last of which is reused first."""
-        count = len(blocks)
-        if count >= _BULK:
-            flags = self._flags_np[blocks]
-            values = flags.tobytes()
-            num_hashed = values.count(_HASHED)
-            if num_hashed + values.count(0) == count:
-                self._release_sole(blocks, flags, num_hashed)
-                return
-        for block in reversed(blocks.tolist()):
-            self._release_one(block)
+        if len(blocks) < _BULK or self.pins:
+            for block in reversed(blocks.tolist()):
+                self._release_one(block)
+            return
+        flags = self._flags_np[blocks]
+        values = flags.tobytes()
+        num_hashed = values.count(_HASHED)
+        if num_hashed + values.count(0) < len(blocks):
+            shared = blocks[flags >= _SHARED]
+            counts = self.refs_np[shared] - 1
+            self.refs_np[shared] = counts
+            self._flags_np[shared[counts == 1]] &= _HASHED
+            blocks, flags = blocks[flags < _SHARED], flags[flags < _SHARED]
+        self._release_sole(blocks, flags, num_hashed)
 
     def _release_sole(self, blocks: Ids, flags: npt.NDArray[np.uint8], num_hashed: int) -> None:
         """Blocks of one owner that nothing pins, in bulk."""
         self.refs_np[blocks] = 0
-        self.num_free += len(blocks)
         if num_hashed < len(blocks):
-            self._link_run(blocks[flags == 0], 0, self._next[0])
-            blocks = blocks[flags == _HASHED]
-        if num_hashed:
-            # the other way round: the tail of the sequence comes first
-            first, last, before = int(blocks[-1]), int(blocks[0]), self._prev[0]
-            self._next_np[blocks[1:]] = blocks[:-1]
-            self._prev_np[blocks[:-1]] = blocks[1:]
-            self._next[before], self._prev[first] = first, before
-            self._next[last], self._prev[0] = 0, last
+            if flags[:num_hashed].all():  # as in a table whose last blocks are not full
+                front, blocks = blocks[num_hashed:], blocks[:num_hashed]
+            else:
+                front, blocks = blocks[flags == 0], blocks[flags == _HASHED]
+            for block in reversed(front.tolist()):
+                self._link(block)
+        if num_hashed == 0:
+            return
+        # from the last to the first: the tail of the sequence is reused first
+        first, last, before = int(blocks[-1]), int(blocks[0]), self._prev[0]
+        self._next_np[blocks[1:]] = blocks[:-1]
+        self._prev_np[blocks[:-1]] = blocks[1:]
+        self._next[before], self._prev[first] = first, before
+        self._next[last], self._prev[0] = 0, last
+        self.num_free += num_hashed
 
     def num_taken_from_free(self, block_ids: array[int]) -> int:
         """How many blocks of a table `acquire` would take out of the free queue."""
@@ -322,6 +323,9 @@ class BlockPool:
         self.index.clear()
         self.evicted.clear()
         self.hashes = [None] * self.num_blocks
+        if self.on_unpublish is not None:
+            for block, content in enumerate(self.contents):
+                self.on_unpublish(block, content)
         self.contents = [None] * self.num_blocks
         self._flags_np[:] = 0
         self._link_fresh()

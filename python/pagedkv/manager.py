@@ -157,13 +157,13 @@ class KVCacheManager:
             raise TruncationError(f"num_tokens: expected 0..{seq.num_tokens} for sequence {seq_id!r}, got {length}")
         self._check_in_sight(seq, length)
         seq.cut(length, self.hasher.chunk)
+        seq.published = min(seq.published, length)
         dropped, nulls = [], []
         for number, group in enumerate(self.groups):
             keep = -(-length // group.block_size)
             nulls.append(max(0, seq.released[number] - keep))
             seq.attached = lowered(seq.attached, number, keep)
             seq.released = lowered(seq.released, number, keep)
-            seq.published = lowered(seq.published, number, length // group.block_size)
             dropped.append(seq.tables[number][keep:])
             del seq.tables[number][keep:]
             if seq.host is not None:
@@ -351,10 +351,7 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached prefix; False, and nothing changes, while any block is referenced or pinned."""
-        if not self.pool.reset():
-            return False
-        self.lookup.reset()
-        return True
+        return self.pool.reset()
 
     def take_events(self) -> list[tuple[Any, ...]]:
         """("stored", hash, parent, tokens), ("removed", hash), ("cleared",) since the last call, in order.
