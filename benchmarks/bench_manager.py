@@ -211,7 +211,9 @@ def main() -> None:
         other = f"{theirs * 1e3:.3f} ms | {theirs / mine:.1f}x" if theirs is not None else "- | -"
         print(f"| {label} | {mine * 1e3:.3f} ms | {other} |")
     hashing = sha256_seconds(options.rounds)
-    print(f"\nsha256 alone of the 256 blocks: {hashing * 1e3:.3f} ms, {100 * hashing / rows[-1][1]:.0f}% of the admission")
+    print(
+        f"\nsha256 alone of the 256 blocks: {hashing * 1e3:.3f} ms, {100 * hashing / rows[-1][1]:.0f}% of the admission"
+    )
     print("\n| lengths uniform in 1..n | wasted slots |\n|---|---|")
     for limit, percent in waste(rng):
         print(f"| {limit} | {percent:.2f}% |")

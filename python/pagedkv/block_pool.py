@@ -7,7 +7,7 @@ speed) and through numpy for whole tables (0.2 us for 128 entries; int32 indices
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -55,8 +55,8 @@ class BlockPool:
         self.pins: dict[int, int] = {}
         self.events: list[tuple[Any, ...]] | None = [] if record_events else None
         self.num_evictions = 0
-        # Hashes that died by reuse, oldest first: lets a miss be explained. As many as there are blocks.
-        self.evicted: dict[bytes, None] = {}
+        # the last hashes that died, as many as there are blocks: they explain misses
+        self.evicted: deque[bytes] = deque(maxlen=num_blocks)
         self.on_unpublish: Callable[[int, Any], None] | None = None
         self._link_fresh()
 
@@ -255,7 +255,6 @@ class BlockPool:
         known = self.index.get(block_hash)
         if known is None:
             self.index[block_hash] = block
-            self.evicted.pop(block_hash, None)
             if self.events is not None:
                 self.events.append(("stored", block_hash, parent, tuple(tokens)))
         elif isinstance(known, list):
@@ -299,9 +298,7 @@ class BlockPool:
                 self.index[block_hash] = known[0]
         else:
             del self.index[block_hash]
-            self.evicted[block_hash] = None
-            if len(self.evicted) > self.num_blocks:
-                del self.evicted[next(iter(self.evicted))]
+            self.evicted.append(block_hash)
             if self.events is not None:
                 self.events.append(("removed", block_hash))
         if evicted:

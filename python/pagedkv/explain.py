@@ -55,7 +55,7 @@ def _first_miss(manager: KVCacheManager, seq: SequenceState, step_index: int) ->
     manager.hasher.extend(chain, seq.tokens, seq.keys, (step_index + 1) * chunks)
     wanted = chain[step_index * chunks : (step_index + 1) * chunks]
     hashes = {link.hash + suffix for link in wanted for suffix in manager.lookup.suffixes}
-    gone = hashes & manager.pool.evicted.keys()
+    gone = hashes.intersection(manager.pool.evicted)
     if gone:
         return "evicted", f"block {step_index} was cached, and its blocks were reused for something else"
     own = {block for table in seq.tables for block in table}

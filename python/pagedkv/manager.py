@@ -171,7 +171,8 @@ class KVCacheManager:
                 drop_host_blocks(self, seq.host[number][held:])
                 del seq.host[number][held:]
         drop_tables(self, dropped, nulls)
-        note_limits(self, seq, writable=False)
+        if seq.running:
+            note_limits(self, seq, writable=False)
 
     def _check_in_sight(self, seq: SequenceState, length: int) -> None:
         computed = min(length, seq.num_computed)
