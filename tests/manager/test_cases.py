@@ -198,7 +198,7 @@ def test_accounting():
     compute(manager, "a", a)
     assert len(manager.block_ids("a")) == 4
     assert manager.pool.num_published == 3
-    granted = compute(manager, "b", a[:48] + [100, 101, 102, 103, 104])
+    granted = compute(manager, "b", [*a[:48], 100, 101, 102, 103, 104])
     assert granted.num_cached_tokens == 48
     assert len(granted.new_block_ids) == 1
     assert [manager.pool.refs[block] for block in granted.block_ids] == [2, 2, 2, 1]
@@ -238,9 +238,8 @@ def test_windowed_hits(cached, hit):
     manager = KVCacheManager(40, 2, sliding_window=4)
     tokens = list(range(2 * len(cached)))
     manager.add("a", tokens)
-    blocks = []
-    for _ in cached:  # block by block, as the window gives the first ones back
-        blocks.append(run(manager, "a", 2).new_block_ids[0])
+    # block by block, as the window gives the first ones back
+    blocks = [run(manager, "a", 2).new_block_ids[0] for _ in cached]
     manager.free("a")
     manager.pool.evict([block for block, flag in zip(blocks, cached, strict=True) if flag == "F"])
     manager.check_integrity()
