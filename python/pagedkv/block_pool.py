@@ -107,7 +107,8 @@ class BlockPool:
         for _ in range(count):
             refs[block] = 1
             if flags[block]:
-                self._unpublish(block, evicted=True)
+                self._unpublish(block)
+                self.num_evictions += 1
             blocks.append(block)
             block = following[block]
         following[0] = block
@@ -277,16 +278,17 @@ class BlockPool:
                 queued = self.refs[block] == 0 and block not in self.pins
                 if queued:
                     self._unlink(block)
-                self._unpublish(block, evicted=True)
+                self._unpublish(block)
+                self.num_evictions += 1
                 if queued:
                     self._link(block)
 
     def unpublish(self, block: int) -> None:
         """Forgets the hash of a referenced block that is about to be overwritten."""
         if self._flags[block] & _HASHED:
-            self._unpublish(block, evicted=False)
+            self._unpublish(block)
 
-    def _unpublish(self, block: int, *, evicted: bool) -> None:
+    def _unpublish(self, block: int) -> None:
         block_hash, content = self.hashes[block], self.contents[block]
         assert block_hash is not None
         self.hashes[block] = self.contents[block] = None
@@ -301,8 +303,6 @@ class BlockPool:
             self.evicted.append(block_hash)
             if self.events is not None:
                 self.events.append(("removed", block_hash))
-        if evicted:
-            self.num_evictions += 1
         if self.on_unpublish is not None:
             self.on_unpublish(block, content)
 

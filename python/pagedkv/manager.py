@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from pagedkv.allocation import Allocation, Request, admit, allocate, note_limits
+from pagedkv.allocation import Allocation, Request, admit, allocate, allocate_next, note_limits
 from pagedkv.block_pool import BlockPool
 from pagedkv.decode import DecodeStep, append_step, commit_step
 from pagedkv.errors import (
@@ -236,6 +236,9 @@ class KVCacheManager:
             NonCausalError: attention is not causal and not all that remains is asked for.
         """
         seq = self._get(seq_id)
+        others = num_external_tokens or num_lookahead_tokens
+        if num_new_tokens == 1 and not others and self.causal and seq.num_computed < min(seq.fast_end, seq.num_tokens):
+            return allocate_next(self, seq)
         request = Request(
             None if num_new_tokens is None else _count("num_new_tokens", num_new_tokens),
             _count("num_external_tokens", num_external_tokens),
