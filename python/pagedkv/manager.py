@@ -152,7 +152,7 @@ class KVCacheManager:
             ReleasedPositionError: the next token would see positions that a window has given back.
         """
         seq = self._get(seq_id)
-        length = operator.index(num_tokens)
+        length = _integer("num_tokens", num_tokens)
         if not 0 <= length <= seq.num_tokens:
             raise TruncationError(f"num_tokens: expected 0..{seq.num_tokens} for sequence {seq_id!r}, got {length}")
         self._check_in_sight(seq, length)
@@ -391,11 +391,15 @@ def _keys(extra_keys: ExtraKeys, cache_salt: Any) -> KeySet:
     return KeySet(extra_keys, cache_salt) if extra_keys or cache_salt is not None else NO_KEYS
 
 
-def _count(name: str, value: int) -> int:
+def _integer(name: str, value: int) -> int:
     try:
-        count = operator.index(value)
+        return operator.index(value)
     except TypeError:
-        count = -1
+        raise InvalidArgumentError(f"{name}: expected an int, got {value!r}") from None
+
+
+def _count(name: str, value: int) -> int:
+    count = _integer(name, value)
     if count < 0:
-        raise InvalidArgumentError(f"{name}: expected an int of at least 0, got {value!r}")
+        raise InvalidArgumentError(f"{name}: expected at least 0, got {count}")
     return count
