@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pagedkv.errors import InvalidArgumentError, NonCausalError
 from pagedkv.lookup import Hit
 from pagedkv.release import drop_blocks, drop_host
@@ -84,6 +86,13 @@ def allocate(manager: KVCacheManager, seq: SequenceState, request: Request) -> A
         return None
     new_blocks = apply_plan(manager, seq, plan)
     return _result(manager, seq, 0, new_blocks, plan.start, plan.stop, plan.end)
+
+
+def allocate_next(manager: KVCacheManager, seq: SequenceState) -> Allocation:
+    """Serves one token of a running sequence that is known to need no block."""
+    at = seq.num_computed
+    seq.num_granted = max(seq.num_granted, at + 1)
+    return _result(manager, seq, 0, [[] for _ in seq.tables], at, at + 1, at + 1)
 
 
 def admit(manager: KVCacheManager, seq: SequenceState, request: Request) -> Allocation | None:
@@ -282,22 +291,27 @@ def _result(
     stop: int,
     end: int,
 ) -> Allocation:
-    tables = [table.tolist() for table in seq.tables]
-    slots = [_slots(table, group.block_size, start, stop) for table, group in zip(tables, manager.groups, strict=True)]
-    ahead = [_slots(table, group.block_size, stop, end) for table, group in zip(tables, manager.groups, strict=True)]
-    if manager.grouped:
-        return Allocation(cached, tables, new_blocks, slots, ahead)
-    return Allocation(cached, tables[0], new_blocks[0], slots[0], ahead[0])
+    if not manager.grouped:
+        table, size = seq.tables[0], manager.block_size
+        slots, ahead = _slots(table, size, start, stop), _slots(table, size, stop, end)
+        return Allocation(cached, table.tolist(), new_blocks[0], slots, ahead)
+    groups = list(zip(seq.tables, (group.block_size for group in manager.groups), strict=True))
+    return Allocation(
+        cached,
+        [table.tolist() for table in seq.tables],
+        new_blocks,
+        [_slots(table, size, start, stop) for table, size in groups],
+        [_slots(table, size, stop, end) for table, size in groups],
+    )
 
 
-def _slots(table: Sequence[int], block_size: int, start: int, stop: int) -> list[int]:
-    slots: list[int] = []
-    while start < stop:
-        block, offset = divmod(start, block_size)
-        count = min(stop - start, block_size - offset)
-        first = table[block] * block_size + offset
-        slots.extend(range(first, first + count))
-        start += count
+def _slots(table: array[int], block_size: int, start: int, stop: int) -> list[int]:
+    if stop - start <= 2:
+        return [table[at // block_size] * block_size + at % block_size for at in range(start, stop)]
+    first, last = start // block_size, -(-stop // block_size)
+    blocks = np.array(table[first:last], np.int64)
+    grid = blocks[:, None] * block_size + np.arange(block_size)
+    slots: list[int] = grid.ravel()[start - first * block_size : stop - first * block_size].tolist()
     return slots
 
 

@@ -95,8 +95,8 @@ class BlockPool:
 
     def get_new_blocks(self, count: int) -> list[int]:
         """Hands out `count` blocks with one reference each; the hashes they carried die."""
-        if count < 0:
-            raise InvalidArgumentError(f"count: expected at least 0, got {count}")
+        if not hasattr(count, "__index__") or count < 0:
+            raise InvalidArgumentError(f"count: expected an int of at least 0, got {count!r}")
         if count > self.num_free:
             raise OutOfBlocksError(f"{count} blocks asked for, {self.num_free} are free")
         if count == 0:
@@ -107,7 +107,8 @@ class BlockPool:
         for _ in range(count):
             refs[block] = 1
             if flags[block]:
-                self._unpublish(block, evicted=True)
+                self._unpublish(block)
+                self.num_evictions += 1
             blocks.append(block)
             block = following[block]
         following[0] = block
@@ -117,18 +118,17 @@ class BlockPool:
 
     def touch(self, block_ids: Sequence[int]) -> None:
         """Adds a reference to each block, taking free ones out of the queue."""
-        self._check_ids(block_ids)
-        self.acquire(block_ids)
+        self.acquire(self._checked(block_ids))
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
         """Drops a reference per entry. Give a sequence's blocks tail first, so that its tail is evicted first."""
-        self._check_ids(block_ids)
-        for block, times in Counter(block_ids).items():
+        blocks = self._checked(block_ids)
+        for block, times in Counter(blocks).items():
             if times > self.refs[block]:
                 raise BlockReferenceError(
                     f"block {block} is freed {times} times but referenced {self.refs[block]} times"
                 )
-        for block in block_ids:
+        for block in blocks:
             self._release_one(block)
 
     def acquire(self, block_ids: Sequence[int] | array[int]) -> None:
@@ -236,7 +236,7 @@ class BlockPool:
 
         content: what was hashed, kept in `contents` for a comparison on hits; parent, tokens: for the event alone.
         """
-        self._check_ids((block_id,))
+        self._checked((block_id,))
         if self.refs[block_id] == 0:
             raise BlockReferenceError(f"block {block_id} is free and can not be published")
         if self._flags[block_id] & _HASHED:
@@ -271,22 +271,22 @@ class BlockPool:
 
     def evict(self, block_ids: Sequence[int]) -> None:
         """Makes blocks forget their hashes; free ones among them are reused first from now on."""
-        self._check_ids(block_ids)
-        for block in block_ids:
+        for block in self._checked(block_ids):
             if self._flags[block] & _HASHED:
                 queued = self.refs[block] == 0 and block not in self.pins
                 if queued:
                     self._unlink(block)
-                self._unpublish(block, evicted=True)
+                self._unpublish(block)
+                self.num_evictions += 1
                 if queued:
                     self._link(block)
 
     def unpublish(self, block: int) -> None:
         """Forgets the hash of a referenced block that is about to be overwritten."""
         if self._flags[block] & _HASHED:
-            self._unpublish(block, evicted=False)
+            self._unpublish(block)
 
-    def _unpublish(self, block: int, *, evicted: bool) -> None:
+    def _unpublish(self, block: int) -> None:
         block_hash, content = self.hashes[block], self.contents[block]
         assert block_hash is not None
         self.hashes[block] = self.contents[block] = None
@@ -301,8 +301,6 @@ class BlockPool:
             self.evicted.append(block_hash)
             if self.events is not None:
                 self.events.append(("removed", block_hash))
-        if evicted:
-            self.num_evictions += 1
         if self.on_unpublish is not None:
             self.on_unpublish(block, content)
 
@@ -332,10 +330,13 @@ class BlockPool:
 
     # Checks.
 
-    def _check_ids(self, block_ids: Iterable[int]) -> None:
+    def _checked(self, block_ids: Iterable[int]) -> list[int]:
+        blocks = []
         for block in block_ids:
-            if not 0 < block < self.num_blocks:
-                raise UnknownBlockError(f"block id: expected 1..{self.num_blocks - 1}, got {block}")
+            if not hasattr(block, "__index__") or not 0 < block < self.num_blocks:
+                raise UnknownBlockError(f"block id: expected 1..{self.num_blocks - 1}, got {block!r}")
+            blocks.append(int(block))
+        return blocks
 
     def free_ids(self) -> list[int]:
         """The free queue in the order of reuse."""

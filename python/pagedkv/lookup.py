@@ -86,11 +86,9 @@ class PrefixLookup:
                 return candidate
         return 0
 
-    def note_published(self, number: int, block: int, link: Link) -> None:
-        if link.parent is not None:
-            link.parent.next = link
-        if self.partial_hits:
-            self._children.setdefault(self._child_key(number, link), {})[block] = None
+    def add_child(self, number: int, block: int, link: Link) -> None:
+        """Makes a published block known to partial hits."""
+        self._children.setdefault(self._child_key(number, link), {})[block] = None
 
     def _note_unpublished(self, block: int, link: Link | None) -> None:
         if link is None:

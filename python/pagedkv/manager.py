@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from pagedkv.allocation import Allocation, Request, admit, allocate, note_limits
+from pagedkv.allocation import Allocation, Request, admit, allocate, allocate_next, note_limits
 from pagedkv.block_pool import BlockPool
 from pagedkv.decode import DecodeStep, append_step, commit_step
 from pagedkv.errors import (
@@ -152,7 +152,7 @@ class KVCacheManager:
             ReleasedPositionError: the next token would see positions that a window has given back.
         """
         seq = self._get(seq_id)
-        length = operator.index(num_tokens)
+        length = _integer("num_tokens", num_tokens)
         if not 0 <= length <= seq.num_tokens:
             raise TruncationError(f"num_tokens: expected 0..{seq.num_tokens} for sequence {seq_id!r}, got {length}")
         self._check_in_sight(seq, length)
@@ -236,6 +236,9 @@ class KVCacheManager:
             NonCausalError: attention is not causal and not all that remains is asked for.
         """
         seq = self._get(seq_id)
+        others = num_external_tokens or num_lookahead_tokens
+        if num_new_tokens == 1 and not others and self.causal and seq.num_computed < min(seq.fast_end, seq.num_tokens):
+            return allocate_next(self, seq)
         request = Request(
             None if num_new_tokens is None else _count("num_new_tokens", num_new_tokens),
             _count("num_external_tokens", num_external_tokens),
@@ -388,11 +391,15 @@ def _keys(extra_keys: ExtraKeys, cache_salt: Any) -> KeySet:
     return KeySet(extra_keys, cache_salt) if extra_keys or cache_salt is not None else NO_KEYS
 
 
-def _count(name: str, value: int) -> int:
+def _integer(name: str, value: int) -> int:
     try:
-        count = operator.index(value)
+        return operator.index(value)
     except TypeError:
-        count = -1
+        raise InvalidArgumentError(f"{name}: expected an int, got {value!r}") from None
+
+
+def _count(name: str, value: int) -> int:
+    count = _integer(name, value)
     if count < 0:
-        raise InvalidArgumentError(f"{name}: expected an int of at least 0, got {value!r}")
+        raise InvalidArgumentError(f"{name}: expected at least 0, got {count}")
     return count

@@ -32,18 +32,22 @@ def publish(manager: KVCacheManager, seq: SequenceState) -> None:
             links = seq.links(start)
     else:
         links = seq.links(start)
+    hashes, publish_checked = pool.hashes, pool.publish_checked
     for number, group in enumerate(manager.groups):
         size, per_block, table = group.block_size, group.chunks_per_block, seq.tables[number]
         suffix = manager.lookup.suffixes[number]
         for index in range(seq.published // size, known // size):
             block = table[index]
-            if block and not pool.is_published(block):
+            if block and hashes[block] is None:
                 link = links[(index + 1) * per_block - 1 - start]
                 if pool.events is None:
-                    pool.publish_checked(block, link.hash + suffix, link)
+                    publish_checked(block, link.hash + suffix, link)
                 else:
                     _publish_with_event(manager, seq, number, index, link)
-                manager.lookup.note_published(number, block, link)
+                if link.parent is not None:
+                    link.parent.next = link
+                if manager.lookup.partial_hits:
+                    manager.lookup.add_child(number, block, link)
     seq.published = known
     seq.publish_at = (stop + 1) * chunk
 
