@@ -7,7 +7,7 @@ speed) and through numpy for whole tables (0.2 us for 128 entries; int32 indices
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -26,17 +26,19 @@ Ids = npt.NDArray[np.int64]
 NULL_BLOCK = 0
 # Below this many ids a Python loop is faster than the fixed cost of numpy calls.
 _BULK = 12
+# Flags of a block, so that one gather tells whether a table can be given back in bulk.
+_HASHED, _SHARED, _PINNED = 1, 2, 4
 
 
 class BlockPool:
     """`num_blocks` blocks, block 0 being the null block, which is never handed out, freed or published.
 
-    A block is free exactly when its reference count is 0 and nothing pins it; it keeps its hash, and can be hit, until it
-    is handed out again. The free queue is a doubly linked list whose ends hang on entry 0: blocks without a hash join at
-    the front, blocks with one at the back. A fresh pool hands out 1, 2, 3, ...
+    A block is free exactly when its reference count is 0 and nothing pins it; it keeps its hash, and can be hit, until
+    it is handed out again. The free queue is a doubly linked list with its ends at entry 0: blocks without a hash join
+    it at the front, blocks with one at the back. A fresh pool hands out 1, 2, 3, ...
 
-    Every method checks its ids first: `UnknownBlockError`, `BlockReferenceError` or `OutOfBlocksError` leave the pool as it
-    was.
+    Methods that take ids check them first: `UnknownBlockError`, `BlockReferenceError` and `OutOfBlocksError` leave the
+    pool as it was.
     """
 
     def __init__(self, num_blocks: int, *, record_events: bool = False) -> None:
@@ -45,16 +47,16 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.refs = array("q", bytes(8 * num_blocks))
         self.refs_np: Ids = np.frombuffer(self.refs, np.int64)
-        self._hashed = bytearray(num_blocks)
-        self._hashed_np = np.frombuffer(self._hashed, np.uint8)
+        self._flags = bytearray(num_blocks)
+        self._flags_np = np.frombuffer(self._flags, np.uint8)
         self.hashes: list[bytes | None] = [None] * num_blocks
         self.contents: list[Any] = [None] * num_blocks
         self.index: dict[bytes, int | list[int]] = {}
         self.pins: dict[int, int] = {}
         self.events: list[tuple[Any, ...]] | None = [] if record_events else None
         self.num_evictions = 0
-        # Hashes that died by reuse, oldest first: lets a miss be explained. As many as there are blocks.
-        self.evicted: dict[bytes, None] = {}
+        # the last hashes that died, as many as there are blocks: they explain misses
+        self.evicted: deque[bytes] = deque(maxlen=num_blocks)
         self.on_unpublish: Callable[[int, Any], None] | None = None
         self._link_fresh()
 
@@ -80,7 +82,7 @@ class BlockPool:
 
     def _link(self, block: int) -> None:
         """Puts a free block where its hash says: at the back with one, else at the front."""
-        if self._hashed[block]:
+        if self._flags[block]:
             before, after = self._prev[0], 0
         else:
             before, after = 0, self._next[0]
@@ -89,32 +91,24 @@ class BlockPool:
         self._prev[after] = block
         self.num_free += 1
 
-    def _link_back(self, blocks: Ids) -> None:
-        """Appends free blocks that all have a hash, first to be reused first."""
-        first, last, before = int(blocks[0]), int(blocks[-1]), self._prev[0]
-        self._next_np[blocks[:-1]] = blocks[1:]
-        self._prev_np[blocks[1:]] = blocks[:-1]
-        self._next[before], self._prev[first] = first, before
-        self._next[last], self._prev[0] = 0, last
-        self.num_free += len(blocks)
-
     # Handing out and taking back.
 
     def get_new_blocks(self, count: int) -> list[int]:
         """Hands out `count` blocks with one reference each; the hashes they carried die."""
-        if count < 0:
-            raise InvalidArgumentError(f"count: expected at least 0, got {count}")
+        if not hasattr(count, "__index__") or count < 0:
+            raise InvalidArgumentError(f"count: expected an int of at least 0, got {count!r}")
         if count > self.num_free:
             raise OutOfBlocksError(f"{count} blocks asked for, {self.num_free} are free")
         if count == 0:
             return []
         blocks = []
-        following, refs, hashed = self._next, self.refs, self._hashed
+        following, refs, flags = self._next, self.refs, self._flags
         block = following[0]
         for _ in range(count):
             refs[block] = 1
-            if hashed[block]:
-                self._unpublish(block, evicted=True)
+            if flags[block]:
+                self._unpublish(block)
+                self.num_evictions += 1
             blocks.append(block)
             block = following[block]
         following[0] = block
@@ -124,51 +118,90 @@ class BlockPool:
 
     def touch(self, block_ids: Sequence[int]) -> None:
         """Adds a reference to each block, taking free ones out of the queue."""
-        self._check_ids(block_ids)
-        self.acquire(block_ids)
+        self.acquire(self._checked(block_ids))
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
         """Drops a reference per entry. Give a sequence's blocks tail first, so that its tail is evicted first."""
-        self._check_ids(block_ids)
-        for block, times in Counter(block_ids).items():
+        blocks = self._checked(block_ids)
+        for block, times in Counter(blocks).items():
             if times > self.refs[block]:
                 raise BlockReferenceError(
                     f"block {block} is freed {times} times but referenced {self.refs[block]} times"
                 )
-        for block in block_ids:
+        for block in blocks:
             self._release_one(block)
 
-    def acquire(self, block_ids: Iterable[int]) -> None:
-        """`touch` without checks; null blocks are skipped."""
-        refs, pins = self.refs, self.pins
+    def acquire(self, block_ids: Sequence[int] | array[int]) -> None:
+        """`touch` without checks; null blocks and the negative ids of blocks to come are skipped.
+
+        An array must name distinct blocks.
+        """
+        if isinstance(block_ids, array) and len(block_ids) >= _BULK:
+            blocks = _real(block_ids)
+            counts = self.refs_np[blocks]
+            if counts.all():
+                self.refs_np[blocks] = counts + 1
+                self._flags_np[blocks] |= _SHARED
+                return
+        refs, flags = self.refs, self._flags
         for block in block_ids:
-            if block:
-                if refs[block] == 0 and block not in pins:
+            if block > 0:
+                count = refs[block]
+                if count:
+                    flags[block] |= _SHARED
+                elif not flags[block] & _PINNED:
                     self._unlink(block)
-                refs[block] += 1
+                refs[block] = count + 1
 
     def _release_one(self, block: int) -> None:
         left = self.refs[block] - 1
         self.refs[block] = left
-        if left == 0 and block not in self.pins:
+        if left == 1:
+            self._flags[block] &= ~_SHARED
+        elif left == 0 and not self._flags[block] & _PINNED:
             self._link(block)
 
     def release(self, blocks: Ids) -> None:
-        """`free_blocks` without checks for distinct non-null ids, tail first."""
-        if len(blocks) >= _BULK:
-            counts = self.refs_np[blocks]
-            sole = bool((counts == 1).all()) and not self.pins
-            if sole and self._hashed_np[blocks].all():
-                self.refs_np[blocks] = 0
-                self._link_back(blocks)
-                return
-        for block in blocks.tolist():
-            self._release_one(block)
+        """`free_blocks` without checks for distinct non-null ids, the last of which is reused first."""
+        if len(blocks) < _BULK or self.pins:
+            for block in reversed(blocks.tolist()):
+                self._release_one(block)
+            return
+        flags = self._flags_np[blocks]
+        values = flags.tobytes()
+        num_hashed = values.count(_HASHED)
+        if num_hashed + values.count(0) < len(blocks):
+            shared = blocks[flags >= _SHARED]
+            counts = self.refs_np[shared] - 1
+            self.refs_np[shared] = counts
+            self._flags_np[shared[counts == 1]] &= _HASHED
+            blocks, flags = blocks[flags < _SHARED], flags[flags < _SHARED]
+        self._release_sole(blocks, flags, num_hashed)
 
-    def num_taken_from_free(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks a `touch` would take out of the free queue."""
-        refs, pins = self.refs, self.pins
-        return sum(1 for block in block_ids if block and refs[block] == 0 and block not in pins)
+    def _release_sole(self, blocks: Ids, flags: npt.NDArray[np.uint8], num_hashed: int) -> None:
+        """Blocks of one owner that nothing pins, in bulk."""
+        self.refs_np[blocks] = 0
+        if num_hashed < len(blocks):
+            if flags[:num_hashed].all():  # as in a table whose last blocks are not full
+                front, blocks = blocks[num_hashed:], blocks[:num_hashed]
+            else:
+                front, blocks = blocks[flags == 0], blocks[flags == _HASHED]
+            for block in reversed(front.tolist()):
+                self._link(block)
+        if num_hashed == 0:
+            return
+        # from the last to the first: the tail of the sequence is reused first
+        first, last, before = int(blocks[-1]), int(blocks[0]), self._prev[0]
+        self._next_np[blocks[1:]] = blocks[:-1]
+        self._prev_np[blocks[:-1]] = blocks[1:]
+        self._next[before], self._prev[first] = first, before
+        self._next[last], self._prev[0] = 0, last
+        self.num_free += num_hashed
+
+    def num_taken_from_free(self, block_ids: array[int]) -> int:
+        """How many blocks of a table `acquire` would take out of the free queue."""
+        blocks = _real(block_ids)
+        return int(np.count_nonzero((self.refs_np[blocks] == 0) & (self._flags_np[blocks] < _PINNED)))
 
     # Pins: a pinned block is neither free nor handed out, whatever its reference count.
 
@@ -176,6 +209,7 @@ class BlockPool:
         if self.refs[block] == 0 and block not in self.pins:
             self._unlink(block)
         self.pins[block] = self.pins.get(block, 0) + 1
+        self._flags[block] |= _PINNED
 
     def unpin(self, block: int) -> None:
         left = self.pins[block] - 1
@@ -183,6 +217,7 @@ class BlockPool:
             self.pins[block] = left
             return
         del self.pins[block]
+        self._flags[block] &= ~_PINNED
         if self.refs[block] == 0:
             self._link(block)
 
@@ -201,26 +236,31 @@ class BlockPool:
 
         content: what was hashed, kept in `contents` for a comparison on hits; parent, tokens: for the event alone.
         """
-        self._check_ids((block_id,))
+        self._checked((block_id,))
         if self.refs[block_id] == 0:
             raise BlockReferenceError(f"block {block_id} is free and can not be published")
-        if self._hashed[block_id]:
+        if self._flags[block_id] & _HASHED:
             if self.hashes[block_id] == block_hash:
                 return
             raise BlockReferenceError(f"block {block_id} is published under another hash")
-        self.hashes[block_id] = block_hash
-        self.contents[block_id] = content
-        self._hashed[block_id] = 1
+        self.publish_checked(block_id, block_hash, content, parent, tokens)
+
+    def publish_checked(
+        self, block: int, block_hash: bytes, content: Any, parent: bytes | None = None, tokens: Sequence[int] = ()
+    ) -> None:
+        """`publish` of a block that is known to be referenced and not published."""
+        self.hashes[block] = block_hash
+        self.contents[block] = content
+        self._flags[block] |= _HASHED
         known = self.index.get(block_hash)
         if known is None:
-            self.index[block_hash] = block_id
-            self.evicted.pop(block_hash, None)
+            self.index[block_hash] = block
             if self.events is not None:
                 self.events.append(("stored", block_hash, parent, tuple(tokens)))
         elif isinstance(known, list):
-            known.append(block_id)
+            known.append(block)
         else:
-            self.index[block_hash] = [known, block_id]
+            self.index[block_hash] = [known, block]
 
     def cached_block(self, block_hash: bytes) -> int | None:
         """A block that carries the hash, one in use before a free one; None if there is none."""
@@ -231,26 +271,26 @@ class BlockPool:
 
     def evict(self, block_ids: Sequence[int]) -> None:
         """Makes blocks forget their hashes; free ones among them are reused first from now on."""
-        self._check_ids(block_ids)
-        for block in block_ids:
-            if self._hashed[block]:
+        for block in self._checked(block_ids):
+            if self._flags[block] & _HASHED:
                 queued = self.refs[block] == 0 and block not in self.pins
                 if queued:
                     self._unlink(block)
-                self._unpublish(block, evicted=True)
+                self._unpublish(block)
+                self.num_evictions += 1
                 if queued:
                     self._link(block)
 
     def unpublish(self, block: int) -> None:
         """Forgets the hash of a referenced block that is about to be overwritten."""
-        if self._hashed[block]:
-            self._unpublish(block, evicted=False)
+        if self._flags[block] & _HASHED:
+            self._unpublish(block)
 
-    def _unpublish(self, block: int, *, evicted: bool) -> None:
+    def _unpublish(self, block: int) -> None:
         block_hash, content = self.hashes[block], self.contents[block]
         assert block_hash is not None
         self.hashes[block] = self.contents[block] = None
-        self._hashed[block] = 0
+        self._flags[block] &= ~_HASHED
         known = self.index[block_hash]
         if isinstance(known, list):
             known.remove(block)
@@ -258,22 +298,18 @@ class BlockPool:
                 self.index[block_hash] = known[0]
         else:
             del self.index[block_hash]
-            self.evicted[block_hash] = None
-            if len(self.evicted) > self.num_blocks:
-                del self.evicted[next(iter(self.evicted))]
+            self.evicted.append(block_hash)
             if self.events is not None:
                 self.events.append(("removed", block_hash))
-        if evicted:
-            self.num_evictions += 1
         if self.on_unpublish is not None:
             self.on_unpublish(block, content)
 
     def is_published(self, block: int) -> bool:
-        return bool(self._hashed[block])
+        return bool(self._flags[block] & _HASHED)
 
     @property
     def num_published(self) -> int:
-        return int(np.count_nonzero(self._hashed_np))
+        return int(np.count_nonzero(self._flags_np & _HASHED))
 
     def reset(self) -> bool:
         """Forgets every hash; False, and nothing changes, while a block is referenced or pinned."""
@@ -282,8 +318,11 @@ class BlockPool:
         self.index.clear()
         self.evicted.clear()
         self.hashes = [None] * self.num_blocks
+        if self.on_unpublish is not None:
+            for block, content in enumerate(self.contents):
+                self.on_unpublish(block, content)
         self.contents = [None] * self.num_blocks
-        self._hashed_np[:] = 0
+        self._flags_np[:] = 0
         self._link_fresh()
         if self.events is not None:
             self.events.append(("cleared",))
@@ -291,14 +330,17 @@ class BlockPool:
 
     # Checks.
 
-    def _check_ids(self, block_ids: Iterable[int]) -> None:
+    def _checked(self, block_ids: Iterable[int]) -> list[int]:
+        blocks = []
         for block in block_ids:
-            if not 0 < block < self.num_blocks:
-                raise UnknownBlockError(f"block id: expected 1..{self.num_blocks - 1}, got {block}")
+            if not hasattr(block, "__index__") or not 0 < block < self.num_blocks:
+                raise UnknownBlockError(f"block id: expected 1..{self.num_blocks - 1}, got {block!r}")
+            blocks.append(int(block))
+        return blocks
 
     def free_ids(self) -> list[int]:
         """The free queue in the order of reuse."""
-        order = []
+        order: list[int] = []
         block = self._next[0]
         while block and len(order) <= self.num_blocks:
             order.append(block)
@@ -329,7 +371,16 @@ class BlockPool:
             indexed += len(blocks)
         carried = [block for block, block_hash in enumerate(self.hashes) if block_hash is not None]
         _require(indexed == len(carried), "a block carries a hash that is not indexed")
-        _require(carried == np.flatnonzero(self._hashed_np).tolist(), "hash flags and hashes disagree")
+        _require(carried == np.flatnonzero(self._flags_np & _HASHED).tolist(), "hash flags and hashes disagree")
+        _require(
+            bool(((self._flags_np & _SHARED != 0) == (self.refs_np > 1)).all()), "shared flags and counts disagree"
+        )
+        _require(sorted(self.pins) == np.flatnonzero(self._flags_np & _PINNED).tolist(), "pin flags and pins disagree")
+
+
+def _real(table: array[int]) -> Ids:
+    blocks: Ids = np.array(table, np.int64)
+    return blocks[blocks > 0]
 
 
 def _require(condition: bool, message: str) -> None:

@@ -24,8 +24,8 @@ Ints = Sequence[int] | npt.NDArray[np.integer]
 class BlockTable:
     """Rows of block ids for up to `max_num_seqs` sequences, and the slots of one step's tokens.
 
-    Row r is the r-th sequence of the batch: rows are kept packed from 0 (`move_row`). Entries past a row's blocks are the
-    null block, slots past the step's tokens are -1, and rows past the batch have length 0, whatever was there before.
+    Row r is the r-th sequence of the batch: rows are kept packed from 0 (`move_row`). Entries past a row's blocks are
+    the null block, slots past the step's tokens -1, and rows past the batch empty, whatever was there before.
 
     Args:
         max_num_seqs, max_num_blocks: rows and columns of the table.
@@ -66,13 +66,13 @@ class BlockTable:
         on_cuda = self.device.type == "cuda"
         # int64 slots first keeps them aligned; the table comes last, so that only its used rows are copied
         num_words = 2 * max_num_tokens + 2 * max_num_seqs + 1 + max_num_seqs * max_num_blocks
-        with torch.inference_mode(False):
-            self._host = torch.zeros(num_words + 1, dtype=torch.int32, pin_memory=on_cuda)
-            self._device = torch.zeros_like(self._host, device=self.device) if self._is_copied else self._host
-        self._written = torch.cuda.Event() if on_cuda else None
+        with torch.inference_mode(False):  # inference tensors could not be written under plain no_grad
+            self._host = torch.zeros(num_words, dtype=torch.int32, pin_memory=on_cuda)
+            self._device = torch.zeros_like(self._host, device=device) if self._is_copied else self._host
+            host = self._views(self._host)
+            self.tensors = self._views(self._device)
+        self._copied: torch.cuda.Event | None = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
         self._in_flight = False
-        host, device = self._views(self._host), self._views(self._device)
-        self.tensors: dict[str, Tensor] = device
         self.slot_mapping: npt.NDArray[np.int64] = host["slot_mapping"].numpy()
         self.seq_lens: npt.NDArray[np.int32] = host["seq_lens"].numpy()
         self.cu_seqlens_q: npt.NDArray[np.int32] = host["cu_seqlens_q"].numpy()
@@ -80,8 +80,7 @@ class BlockTable:
         self.slot_mapping[:] = PADDING_SLOT
         self.row_blocks = np.zeros(max_num_seqs, np.int64)  # entries in use, per row
         self._rows = np.arange(max_num_seqs + 1)
-        if self._is_copied:
-            self._device.copy_(self._host)
+        self.upload()
 
     @property
     def _is_copied(self) -> bool:
@@ -164,7 +163,7 @@ class BlockTable:
         """
         computed = np.asarray(num_computed, np.int64)
         num_seqs = len(computed)
-        fresh = self._rows[1 : num_seqs + 1] * 0 + 1 if num_new is None else np.asarray(num_new, np.int64)
+        fresh = np.ones(num_seqs, np.int64) if num_new is None else np.asarray(num_new, np.int64)
         lengths = self._check_step(computed, fresh)
         self._wait()
         if num_new is None:
@@ -188,21 +187,21 @@ class BlockTable:
         return total
 
     def upload(self, num_seqs: int | None = None) -> None:
-        """Copies the host side to the device in one non-blocking copy; of the table `num_seqs` rows (all by default)."""
+        """Copies the host side to the device, the first `num_seqs` rows (all by default), in one non-blocking copy."""
         if not self._is_copied:
             return
         rows = self.max_num_seqs if num_seqs is None else num_seqs
         self._check_row(rows - 1, 0)
-        used = len(self._host) - 1 - (self.max_num_seqs - rows) * self.max_num_blocks
+        used = len(self._host) - (self.max_num_seqs - rows) * self.max_num_blocks
         self._device[:used].copy_(self._host[:used], non_blocking=True)
-        if self._written is not None:
-            self._written.record()
+        if self._copied is not None:
+            self._copied.record()
             self._in_flight = True
 
     def _wait(self) -> None:
         """Host memory may not change while a copy still reads it."""
-        if self._in_flight and self._written is not None:
-            self._written.synchronize()
+        if self._in_flight and self._copied is not None:
+            self._copied.synchronize()
             self._in_flight = False
 
     def _check_row(self, row: int, num_blocks: int) -> None:
@@ -216,15 +215,16 @@ class BlockTable:
         num_seqs = len(computed)
         if len(fresh) != num_seqs or num_seqs > self.max_num_seqs:
             raise InvalidArgumentError(
-                f"num_computed, num_new: expected equally many, at most {self.max_num_seqs}, got {num_seqs}, {len(fresh)}"
+                f"num_computed, num_new: expected equally many, at most {self.max_num_seqs}, got {num_seqs} and "
+                f"{len(fresh)}"
             )
         lengths = computed + fresh
         if num_seqs == 0:
             return lengths
         if fresh.sum() > self.max_num_tokens or fresh.min() < 0 or computed.min() < 0:
             raise InvalidArgumentError(
-                f"num_new: expected at least 0 each and at most {self.max_num_tokens} together, got {fresh.tolist()} after "
-                f"{computed.tolist()} computed"
+                f"num_new: expected at least 0 each and at most {self.max_num_tokens} together, got {fresh.tolist()} "
+                f"after {computed.tolist()} computed"
             )
         short = lengths > self.row_blocks[:num_seqs] * self.block_size
         if short.any():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,9 @@ from pagedkv.errors import InvalidArgumentError
 class GroupSpec:
     """What a group of layers attends to.
 
-    kind: "full"; "sliding": the last `window` tokens, the token itself included; "chunked": the tokens of its own chunk of
-    `window` tokens. block_size: tokens per block; None is the manager's (groups share one pool of blocks of equal bytes).
+    kind: "full"; "sliding": the last `window` tokens, the token itself included; "chunked": the tokens of its own
+    chunk of `window` tokens. block_size: tokens per block, None for the manager's; groups share one pool, so their
+    blocks have equal bytes.
     """
 
     kind: str = "full"
@@ -56,13 +58,23 @@ class Group:
         """Leading blocks that no token at `num_computed` or later sees."""
         return self.first_visible(num_computed) // self.block_size
 
+    def next_release(self, num_released: int) -> int:
+        """The computed tokens at which more than `num_released` leading blocks are out of sight."""
+        if self.is_full:
+            return sys.maxsize
+        first = (num_released + 1) * self.block_size
+        return first + self.window - 1 if self.kind == "sliding" else -(-first // self.window) * self.window
+
     def first_needed(self, num_blocks: int) -> int:
-        """The first block a hit of `num_blocks` blocks needs; the last one always: it proves that the prefix was computed."""
+        """The first block that a hit of `num_blocks` blocks needs.
+
+        The last one is always needed, even where no later token sees it: it proves that the prefix was computed.
+        """
         return min(self.first_visible(num_blocks * self.block_size) // self.block_size, num_blocks - 1)
 
 
 def resolve_groups(specs: Sequence[GroupSpec], block_size: int) -> tuple[list[Group], int, int]:
-    """Groups, the chunk that is hashed (greatest common divisor) and the granularity of hits (least common multiple)."""
+    """Groups, the tokens hashed at once (greatest common divisor), the granularity of hits (least common multiple)."""
     if not specs:
         raise InvalidArgumentError("groups: expected at least one GroupSpec, got none")
     groups = [Group(spec, block_size) for spec in specs]

@@ -50,10 +50,12 @@ def _check_sequence(manager: KVCacheManager, seq: SequenceState) -> None:
 
     require(0 <= seq.num_computed <= seq.num_tokens, "computed tokens exceed the existing ones")
     require(seq.num_known <= seq.num_tokens, "more ids than tokens")
-    require(len(seq.chain) * manager.hasher.chunk <= seq.num_known, "hashed past the known tokens")
+    require(seq.num_links * manager.hasher.chunk <= seq.num_known, "hashed past the known tokens")
     require(not (seq.running and seq.host is not None), "runs while it is swapped out")
     require(seq.running or not any(seq.tables), "holds blocks without running")
     require(not seq.running or seq.num_computed <= seq.num_granted, "computed past the granted slots")
+    links = seq.links()
+    require(seq.published <= seq.num_computed, "published past the computed tokens")
     for number, (group, table) in enumerate(zip(manager.groups, seq.tables, strict=True)):
         size = group.block_size
         released = seq.released[number]
@@ -62,11 +64,10 @@ def _check_sequence(manager: KVCacheManager, seq: SequenceState) -> None:
         require(all(held), "the null block stands among blocks in sight")
         require(len(set(held)) == len(held), "a table names a block twice")
         require(len(table) * size >= seq.num_granted, "granted slots have no block")
-        require(seq.published[number] * size <= seq.num_computed, "published past the computed tokens")
         require(
             seq.host is None or len(seq.host[number]) == -(-seq.num_computed // size), "host table of a wrong length"
         )
-        for block, block_id in enumerate(table[: seq.published[number]]):
+        for block, block_id in enumerate(table[: seq.published // size]):
             content = manager.pool.contents[block_id]
-            link = seq.chain[(block + 1) * group.chunks_per_block - 1]
+            link = links[(block + 1) * group.chunks_per_block - 1]
             require(block_id == 0 or content is None or content.tokens == link.tokens, "a block was published wrongly")

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 
 from pagedkv.block_pool import BlockPool
 from pagedkv.groups import Group
-from pagedkv.prefix import TOKEN_BYTES, ChainHasher, KeySet, Link, adopt, common_tokens, same_prefix
+from pagedkv.prefix import (
+    NO_EXTRAS,
+    TOKEN_BYTES,
+    ChainHasher,
+    KeySet,
+    Link,
+    adopt,
+    common_tokens,
+    same_prefix,
+    to_bytes,
+)
 
 
 @dataclass(slots=True)
@@ -21,6 +31,11 @@ class Hit:
     tables: list[array[int]]
     tail_tokens: int = 0
     tail_blocks: Sequence[int] = ()
+
+    def with_tail(self) -> list[array[int]]:
+        if not self.tail_tokens:
+            return self.tables
+        return [table + array("q", [block]) for table, block in zip(self.tables, self.tail_blocks, strict=True)]
 
 
 class PrefixLookup:
@@ -40,12 +55,12 @@ class PrefixLookup:
         self.suffixes = [b"" if number == 0 else number.to_bytes(4, "little") for number in range(len(groups))]
         # full groups first: they bound the search of the others
         self._order = sorted(range(len(groups)), key=lambda number: not groups[number].is_full)
+        # blocks by group, hash of the parent and first token, for partial hits
         self._children: dict[tuple[int, bytes, bytes], dict[int, None]] = {}
-        if partial_hits:
-            pool.on_unpublish = self._forget_child
+        pool.on_unpublish = self._note_unpublished
 
-    def find(self, chain: list[Link], tokens: bytes | bytearray, keys: KeySet, max_tokens: int) -> Hit:
-        """The longest prefix of at most `max_tokens` tokens that every group can serve. `chain` is extended as needed."""
+    def find(self, chain: list[Link], tokens: array[int], keys: KeySet, max_tokens: int) -> Hit:
+        """The longest prefix of at most `max_tokens` tokens that every group can serve; extends `chain` as needed."""
         max_tokens = max(max_tokens, 0)
         search = _Search(self, chain, tokens, keys)
         hit = search.run(max_tokens // self.step * self.step)
@@ -71,14 +86,16 @@ class PrefixLookup:
                 return candidate
         return 0
 
-    # Partial hits: blocks by their parent and first token.
-
     def add_child(self, number: int, block: int, link: Link) -> None:
-        if self.partial_hits:
-            self._children.setdefault(self._child_key(number, link), {})[block] = None
+        """Makes a published block known to partial hits."""
+        self._children.setdefault(self._child_key(number, link), {})[block] = None
 
-    def _forget_child(self, block: int, link: Link | None) -> None:
+    def _note_unpublished(self, block: int, link: Link | None) -> None:
         if link is None:
+            return
+        if link.parent is not None and link.parent.next is link:
+            link.parent.next = None
+        if not self.partial_hits:
             return
         for number in range(len(self.groups)):
             key = self._child_key(number, link)
@@ -91,13 +108,10 @@ class PrefixLookup:
     def _child_key(self, number: int, link: Link) -> tuple[int, bytes, bytes]:
         return number, link.parent.hash if link.parent else b"", link.tokens[:TOKEN_BYTES]
 
-    def reset(self) -> None:
-        self._children.clear()
-
-    def _find_tail(self, hit: Hit, chain: list[Link], tokens: bytes | bytearray, keys: KeySet, max_tokens: int) -> None:
+    def _find_tail(self, hit: Hit, chain: list[Link], tokens: array[int], keys: KeySet, max_tokens: int) -> None:
         size = self.step
         number_of_block = hit.num_tokens // size
-        rest = bytes(tokens[hit.num_tokens * TOKEN_BYTES : min(max_tokens, hit.num_tokens + size) * TOKEN_BYTES])
+        rest = to_bytes(tokens, hit.num_tokens, min(max_tokens, hit.num_tokens + size))
         if not rest:
             return
         parent = chain[number_of_block - 1] if number_of_block else None
@@ -120,7 +134,7 @@ class PrefixLookup:
 class _Search:
     """One search: remembers what each group was found to hold."""
 
-    def __init__(self, lookup: PrefixLookup, chain: list[Link], tokens: bytes | bytearray, keys: KeySet) -> None:
+    def __init__(self, lookup: PrefixLookup, chain: list[Link], tokens: array[int], keys: KeySet) -> None:
         self.lookup = lookup
         self.chain = chain
         self.tokens = tokens
@@ -202,23 +216,28 @@ class _Search:
             return run
         get, contents, sha256 = lookup.pool.index.get, lookup.pool.contents, hashlib.sha256
         width, suffix = hasher.chunk * TOKEN_BYTES, lookup.suffixes[number]
-        data = bytes(memoryview(self.tokens)[: num_blocks * width])
+        first = len(chain) * hasher.chunk
+        data = to_bytes(self.tokens, first, num_blocks * hasher.chunk)
         parent = chain[-1] if chain else None
         parent_hash = parent.hash if parent else hasher.root
-        for low in range(len(chain) * width, num_blocks * width, width):
+        for low in range(0, len(data), width):
             chunk = data[low : low + width]
-            parent_hash = sha256(parent_hash + chunk).digest()
-            block = get(parent_hash + suffix)
-            if block.__class__ is int:
-                content = contents[block]
-                if content[1] is parent and content[2] == chunk and not content[3]:
+            link = parent.next if parent is not None else None
+            if link is None or link.tokens != chunk or link.extras:
+                parent_hash = sha256(parent_hash + chunk).digest()
+                link = None
+            else:
+                parent_hash = link.hash
+            known = get(parent_hash + suffix)
+            if known.__class__ is int:
+                content = contents[known]
+                if content is link or (content.parent is parent and content.tokens == chunk and not content.extras):
                     parent = content
                     chain.append(parent)
-                    run.append(block)
+                    run.append(known)
                     continue
-            parent = Link(parent_hash, parent, chunk, ())
-            chain.append(parent)
-            block = lookup.block_at(number, chain, len(run)) if block is not None else 0
+            chain.append(link or Link(parent_hash, parent, chunk, NO_EXTRAS))
+            block = lookup.block_at(number, chain, len(run)) if known is not None else 0
             if not block:
                 break
             parent = chain[-1]

@@ -1,7 +1,7 @@
 """Prefix identity: a canonical byte encoding, extra keys, and the chain of hashes over a sequence's chunks of tokens.
 
-A chunk's hash covers its parent's hash, its tokens (8 bytes each, little-endian), and its extra keys; the salt enters the
-first chunk alone. Nothing depends on the process: no pickle, no `hash()`.
+A chunk's hash covers its parent's hash, its tokens (8 bytes each, little-endian) and its extra keys; the salt enters
+the first chunk alone. Nothing depends on the process: no pickle, no `hash()`.
 """
 
 from __future__ import annotations
@@ -9,28 +9,37 @@ from __future__ import annotations
 import hashlib
 import operator
 import struct
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from pagedkv.errors import InvalidArgumentError
 
 TOKEN_BYTES = 8
 HashFn = Callable[[bytes], bytes]
 ExtraKeys = Sequence[tuple[Any, ...]]
-TokenIds = Sequence[int] | int
+Extras = tuple[tuple[bytes, int], ...]  # (encoded pair, first position in the chunk it concerns), sorted
+NO_EXTRAS: Extras = ()
 
 
-class Link(NamedTuple):
-    """One chunk of a prefix, and through `parent` everything before it."""
+@dataclass(slots=True, eq=False)
+class Link:
+    """One chunk of a prefix, and through `parent` everything before it.
+
+    next: the link behind it that was published last; following it spares a look-up the hashing (0.35 us a block).
+    """
 
     hash: bytes
     parent: Link | None
     tokens: bytes
-    extras: tuple[tuple[bytes, int], ...]  # (encoded pair, first position in the chunk it concerns), sorted
+    extras: Extras
+    next: Link | None = None
 
 
-def pack_tokens(token_ids: Any, name: str = "token_ids") -> bytes | int:
-    """Token ids as little-endian int64; a count (ids unknown) is given back as it is."""
+def pack_tokens(token_ids: Any, name: str = "token_ids") -> array[int] | int:
+    """Token ids as an array of their own; a count (ids unknown) is given back as it is."""
     if hasattr(token_ids, "tolist"):
         token_ids = token_ids.tolist()
     if isinstance(token_ids, int) and not isinstance(token_ids, bool):
@@ -39,14 +48,26 @@ def pack_tokens(token_ids: Any, name: str = "token_ids") -> bytes | int:
         return token_ids
     if isinstance(token_ids, str | bytes | bytearray):
         raise InvalidArgumentError(f"{name}: expected ints, got {type(token_ids).__name__}")
+    tokens = array("q")
     try:
-        return struct.pack(f"<{len(token_ids)}q", *token_ids)
+        # half the time of array("q", token_ids)
+        tokens.frombytes(struct.pack(f"{len(token_ids)}q", *token_ids))
     except (TypeError, struct.error) as error:
-        raise InvalidArgumentError(f"{name}: expected a sequence of ints below 2**63, or a count ({error})") from None
+        raise InvalidArgumentError(f"{name}: expected a sequence of 64-bit ints, or a count ({error})") from None
+    return tokens
 
 
-def unpack_tokens(tokens: bytes | bytearray) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(tokens) // TOKEN_BYTES}q", tokens)
+def unpack_tokens(data: bytes) -> tuple[int, ...]:
+    """The ids that `to_bytes` packed."""
+    return struct.unpack(f"<{len(data) // TOKEN_BYTES}q", data)
+
+
+def to_bytes(tokens: array[int], start: int, stop: int) -> bytes:
+    """tokens[start:stop] as little-endian int64."""
+    part = tokens[start:stop]
+    if sys.byteorder == "big":
+        part.byteswap()
+    return part.tobytes()
 
 
 def encode(value: Any) -> bytes:
@@ -71,7 +92,7 @@ def encode(value: Any) -> bytes:
         return _sized(b"I", b"%d" % operator.index(value))
     except TypeError:
         raise InvalidArgumentError(
-            f"extra_keys, cache_salt: expected plain values (None, bool, int, float, str, bytes and containers of them), "
+            "extra_keys, cache_salt: expected plain values (None, bool, int, float, str, bytes, containers of them), "
             f"got {type(value).__name__}"
         ) from None
 
@@ -83,8 +104,8 @@ def _sized(tag: bytes, body: bytes) -> bytes:
 class KeySet:
     """The extra keys and the salt of one sequence, encoded once.
 
-    Pairs (kind, value) concern every chunk; (kind, value, start, end) the chunks that overlap positions [start, end), with
-    the offset of `start` in the chunk.
+    Pairs (kind, value) concern every chunk; (kind, value, start, end) the chunks that overlap positions [start, end),
+    with the offset of `start` in the chunk.
     """
 
     __slots__ = ("_first", "_ranges", "_whole", "salt")
@@ -112,7 +133,7 @@ class KeySet:
     def __bool__(self) -> bool:
         return bool(self._first or self._ranges)
 
-    def at(self, start: int, stop: int) -> tuple[tuple[bytes, int], ...]:
+    def at(self, start: int, stop: int) -> Extras:
         """The encoded keys of the chunk at positions [start, stop)."""
         common = self._whole if start else self._first
         overlapping = [
@@ -145,29 +166,31 @@ class ChainHasher:
             raise InvalidArgumentError(f"hash_fn: expected it to return bytes, got {type(digest).__name__}")
         return digest
 
-    def extend(self, chain: list[Link], tokens: bytes | bytearray, keys: KeySet, num_chunks: int) -> None:
-        """Appends links until `chain` covers `num_chunks` full chunks of `tokens`."""
-        first = len(chain)
-        if first >= num_chunks:
-            return
+    def extend(self, chain: list[Link], tokens: array[int], keys: KeySet, num_chunks: int) -> None:
+        """Appends links until `chain`, which starts at the first chunk, covers `num_chunks` full chunks of `tokens`."""
+        chain += self.grow(chain[-1] if chain else None, len(chain), tokens, keys, num_chunks)
+
+    def grow(self, tip: Link | None, first: int, tokens: array[int], keys: KeySet, stop: int) -> list[Link]:
+        """The links of chunks [first, stop), behind `tip`."""
+        links: list[Link] = []
+        if first >= stop:
+            return links
         width = self.chunk * TOKEN_BYTES
-        data = bytes(memoryview(tokens)[first * width : num_chunks * width])
-        parent = chain[-1] if chain else None
-        parent_hash = parent.hash if parent else self.root
-        if not keys and self._hash_fn is None:
-            sha256, make = hashlib.sha256, tuple.__new__
-            for low in range(0, len(data), width):
-                chunk = data[low : low + width]
-                parent_hash = sha256(parent_hash + chunk).digest()
-                parent = make(Link, (parent_hash, parent, chunk, ()))
-                chain.append(parent)
-            return
-        for number in range(first, num_chunks):
-            chunk = data[(number - first) * width : (number - first + 1) * width]
-            extras = keys.at(number * self.chunk, (number + 1) * self.chunk)
-            parent_hash = self._digest(parent_hash + chunk + b"".join(pair for pair, _ in extras))
-            parent = Link(parent_hash, parent, chunk, extras)
-            chain.append(parent)
+        data = to_bytes(tokens, first * self.chunk, stop * self.chunk)
+        parent_hash = tip.hash if tip else self.root
+        plain = not keys and self.is_sha256
+        sha256 = hashlib.sha256
+        for number in range(first, stop):
+            low = (number - first) * width
+            chunk = data[low : low + width]
+            if plain:
+                parent_hash, extras = sha256(parent_hash + chunk).digest(), NO_EXTRAS
+            else:
+                extras = keys.at(number * self.chunk, (number + 1) * self.chunk)
+                parent_hash = self._digest(b"".join((parent_hash, chunk, *(pair for pair, _ in extras))))
+            tip = Link(parent_hash, tip, chunk, extras)
+            links.append(tip)
+        return links
 
 
 def same_prefix(a: Link | None, b: Link | None) -> bool:
@@ -184,8 +207,10 @@ def adopt(chain: list[Link], number: int, link: Link) -> None:
 
     Later comparisons then end at once, by identity. The links that follow get the new parent.
     """
+    above = link
     for after in range(number + 1, len(chain)):
-        chain[after] = chain[after]._replace(parent=link if after == number + 1 else chain[after - 1])
+        own = chain[after]
+        chain[after] = above = Link(own.hash, above, own.tokens, own.extras)
     current: Link | None = link
     while current is not None and chain[number] is not current:
         chain[number] = current
@@ -193,7 +218,7 @@ def adopt(chain: list[Link], number: int, link: Link) -> None:
         number -= 1
 
 
-def common_tokens(link: Link, tokens: bytes, extras: Iterable[tuple[bytes, int]]) -> int:
+def common_tokens(link: Link, tokens: bytes, extras: Extras) -> int:
     """How many leading tokens of a chunk agree with `tokens` and see the same extra keys."""
     count = min(len(tokens), len(link.tokens)) // TOKEN_BYTES
     for _, position in set(extras) ^ set(link.extras):

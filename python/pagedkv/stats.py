@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 class KVCacheStats:
     """Blocks without the null block: used ones are referenced or pinned, cached ones carry a hash (used or free).
 
-    num_tokens: distinct committed tokens in used blocks (a shared block counts once). wasted_slots: slots of used blocks
-    that hold none; wasted_percent of all their slots; wasted_bytes None unless a block's size was given.
+    num_tokens: committed tokens in the blocks of tables, a shared block counted once (with groups: over all groups).
+    wasted_slots: the slots there that hold none; wasted_percent: of all of them; wasted_bytes: None unless the size of
+    a block was given.
     hit_rate: cached / asked tokens over the last 1000 admissions, 0 when there were none.
     """
 

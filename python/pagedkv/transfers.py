@@ -1,7 +1,7 @@
 """Block moves that are decided but not yet made: copies inside the pool and swaps with a host pool.
 
-They are applied in the order swap-outs, copies, swap-ins, then the step's writes, so a block that is read by one of them
-may be handed out in the same step; only the sources of copies are pinned, as they may be written by a later one.
+They are applied in the order swap-outs, copies, swap-ins, then the step's writes: a block that a swap-out reads may be
+handed out in the same step. The sources of copies are pinned until the copies are taken.
 """
 
 from __future__ import annotations

@@ -110,6 +110,7 @@ class Spec:
     padding_rows: int = 0  # query rows past cu_seqlens_q[-1]
     options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    placement_seed: int = 0  # which blocks the tokens lie in
 
     def window(self) -> tuple[bool, int, int]:
         o = self.options
@@ -221,7 +222,7 @@ def make_case(spec: Spec | None = None, **changes: Any) -> Case:
         spec.layout,
         spec.fill,
     )
-    free = torch.randperm(num_blocks, generator=rng).tolist()
+    free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(spec.placement_seed)).tolist()
     table = torch.full((len(spec.seq_lens), max(num_columns, default=0) + 1), OUT_OF_RANGE, dtype=spec.index_dtype)
     keys, values = [], []
     for b, (query_len, seq_len) in enumerate(zip(spec.query_lens, spec.seq_lens, strict=True)):
