@@ -3,7 +3,7 @@
 // from scores over softmax to output while the scores are in the first-level cache.
 //
 // A row's result does not depend, bit for bit, on the rows and tasks around it: tiles of keys start at multiples of
-// kv_tile in the sequence, and keys that a row does not see add exact zeros.
+// kKeyTile in the sequence, and keys that a row does not see add exact zeros.
 #pragma once
 
 #include "attention_args.h"
@@ -12,32 +12,17 @@
 
 namespace pagedkv::PAGEDKV_ISA {
 
-// Sizes in rows, keys, units and floats that follow from the shapes alone.
-template <class Units>
-struct PrefillShape {
-  int64_t group, num_units, depth, out_width, kv_tile, score_stride, strip_rows;
-
-  explicit PrefillShape(const AttentionArgs& args) {
-    group = args.group_size();
-    num_units = ceil_div(args.head_size, Units::kElements);
-    depth = round_up(num_units, kLanes);
-    out_width = round_up(args.value_head_size, kLanes);
-    kv_tile = depth + out_width > 512 ? 64 : 128;
-    score_stride = kv_tile + kLanes;  // not a power of two, whose rows would fall into the same cache sets
-    strip_rows = 8 * kTileRows;       // 48 x 128 scores are 28 KB
-  }
-
-  // A task packs its keys once, so more rows are better as long as their queries and outputs stay in 512 KB.
-  int64_t tokens_per_task() const {
-    const int64_t rows = min_of<int64_t>(384, max_of<int64_t>(96, 131072 / (depth + out_width)));
-    return max_of<int64_t>(1, rows / group);
-  }
-};
+// Measured at D 64 .. 576 in float32 and bfloat16: halving the key tile costs 4%, because each tile rescales the
+// output; more rows per task gain 1%. The scores of a strip are 48 KB.
+constexpr int64_t kKeyTile = 256;
+constexpr int64_t kTaskRows = 384;
+constexpr int64_t kStripRows = 8 * kTileRows;
+constexpr int64_t kScoreStride = kKeyTile + kLanes;  // a power of two would put all rows into the same cache sets
 
 template <class Units>
 class Prefill {
  public:
-  Prefill(const AttentionArgs& args, const PrefillTask& task) : args_(args), task_(task), shape_(args) {
+  Prefill(const AttentionArgs& args, const PrefillTask& task) : args_(args), task_(task) {
     carve_scratch(thread_scratch(carve_scratch(nullptr)));
     __builtin_memset(zeros_, 0, zeros_size());
   }
@@ -45,13 +30,13 @@ class Prefill {
   void run() {
     find_seen_keys();
     load_queries();
-    const int64_t first_tile = seen_by_task_.begin / shape_.kv_tile * shape_.kv_tile;
+    const int64_t first_tile = seen_by_task_.begin / kKeyTile * kKeyTile;
     find_rows(first_tile);
-    for (int64_t tile = first_tile; tile < seen_by_task_.end; tile += shape_.kv_tile) {
+    for (int64_t tile = first_tile; tile < seen_by_task_.end; tile += kKeyTile) {
       pack_rows(tile);
-      find_rows(tile + shape_.kv_tile);
-      for (int64_t row = 0; row < padded_rows_; row += shape_.strip_rows) {
-        attend(tile, row, min_of(row + shape_.strip_rows, padded_rows_));
+      find_rows(tile + kKeyTile);
+      for (int64_t row = 0; row < padded_rows_; row += kStripRows) {
+        attend(tile, row, min_of(row + kStripRows, padded_rows_));
       }
     }
     for (int64_t row = 0; row < num_rows_; ++row) store_row(row);
@@ -60,28 +45,33 @@ class Prefill {
  private:
   const AttentionArgs& args_;
   const PrefillTask task_;
-  const PrefillShape<Units> shape_;
-  const int64_t num_rows_ = (task_.end - task_.begin) * shape_.group;
+  const int64_t group_ = args_.group_size();
+  const int64_t num_units_ = ceil_div(args_.head_size, Units::kElements);
+  const int64_t depth_ = round_up(num_units_, kLanes);
+  const int64_t out_width_ = round_up(args_.value_head_size, kLanes);
+  const int64_t num_rows_ = (task_.end - task_.begin) * group_;
   const int64_t padded_rows_ = round_up(num_rows_, kTileRows);
   KeyRange seen_by_task_{0, 0};
 
   float* queries_;           // [padded_rows, depth]
   float* keys_;              // [key tile][depth][kTileColumns]
-  float* values_;            // [column tile][units of kv_tile][columns of the tile]
-  float* scores_;            // [strip_rows, score_stride]
+  float* values_;            // [column tile][units of kKeyTile][columns of the tile]
+  float* scores_;            // [kStripRows, kScoreStride]
   float* out_;               // [padded_rows, out_width]
   SoftmaxState softmax_;     // [padded_rows]
   KeyRange* seen_;           // [padded_rows]
   KeyRange* seen_by_group_;  // [padded_rows / kTileRows]
-  const char** key_rows_;    // [kv_tile], of the tile to be packed next
+  const char** key_rows_;    // [kKeyTile], of the tile to be packed next
   const char** value_rows_;
   char* zeros_;  // stands for rows that must not be read
 
+  static constexpr int64_t kTileUnits = kKeyTile / Units::kElements;
+
   size_t zeros_size() const { return sizeof(float) * max_of(args_.head_size, args_.value_head_size); }
-  int64_t token_of(int64_t row) const { return task_.begin + row / shape_.group; }
-  int64_t head_of(int64_t row) const { return task_.kv_head * shape_.group + row % shape_.group; }
+  int64_t token_of(int64_t row) const { return task_.begin + row / group_; }
+  int64_t head_of(int64_t row) const { return task_.kv_head * group_ + row % group_; }
   KeyRange in_tile(KeyRange keys, int64_t tile) const {
-    return {max_of<int64_t>(keys.begin - tile, 0), min_of(keys.end - tile, shape_.kv_tile)};
+    return {max_of<int64_t>(keys.begin - tile, 0), min_of(keys.end - tile, kKeyTile)};
   }
 
   size_t carve_scratch(char* base);
@@ -103,18 +93,18 @@ size_t Prefill<Units>::carve_scratch(char* base) {
     target = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(base) + used);
     used += round_up(count * sizeof(T), 64);
   };
-  take(queries_, padded_rows_ * shape_.depth);
-  take(keys_, round_up(shape_.kv_tile, kTileColumns) * shape_.depth);
-  take(values_, shape_.kv_tile / Units::kElements * shape_.out_width);
-  take(scores_, shape_.strip_rows * shape_.score_stride);
-  take(out_, padded_rows_ * shape_.out_width);
+  take(queries_, padded_rows_ * depth_);
+  take(keys_, kKeyTile * depth_);
+  take(values_, kTileUnits * out_width_);
+  take(scores_, kStripRows * kScoreStride);
+  take(out_, padded_rows_ * out_width_);
   take(softmax_.maximum, padded_rows_);
   take(softmax_.sum, padded_rows_);
   take(softmax_.rescale, padded_rows_);
   take(seen_, padded_rows_);
   take(seen_by_group_, padded_rows_ / kTileRows);
-  take(key_rows_, shape_.kv_tile);
-  take(value_rows_, shape_.kv_tile);
+  take(key_rows_, kKeyTile);
+  take(value_rows_, kKeyTile);
   take(zeros_, zeros_size());
   return used;
 }
@@ -140,8 +130,8 @@ void Prefill<Units>::find_seen_keys() {
 // Queries as units, zero in the rows of the padding; the sink is the first logit of its row.
 template <class Units>
 void Prefill<Units>::load_queries() {
-  __builtin_memset(out_, 0, padded_rows_ * shape_.out_width * sizeof(float));
-  __builtin_memset(queries_ + num_rows_ * shape_.depth, 0, (padded_rows_ - num_rows_) * shape_.depth * sizeof(float));
+  __builtin_memset(out_, 0, padded_rows_ * out_width_ * sizeof(float));
+  __builtin_memset(queries_ + num_rows_ * depth_, 0, (padded_rows_ - num_rows_) * depth_ * sizeof(float));
   const int64_t first_token = args_.query_start(task_.seq);
   for (int64_t row = 0; row < padded_rows_; ++row) {
     const float sink = args_.sinks && row < num_rows_ ? args_.sinks[head_of(row)] : kMinusInfinity;
@@ -153,8 +143,8 @@ void Prefill<Units>::load_queries() {
       const T* query = reinterpret_cast<const T*>(args_.query) +
                        (first_token + token_of(row)) * args_.query_token_stride +
                        head_of(row) * args_.query_head_stride;
-      float* target = queries_ + row * shape_.depth;
-      for (int64_t unit = 0; unit < shape_.depth; unit += kLanes) {
+      float* target = queries_ + row * depth_;
+      for (int64_t unit = 0; unit < depth_; unit += kLanes) {
         store(target + unit, load_units<Units>(query, unit, args_.head_size));
       }
     }
@@ -166,7 +156,7 @@ template <class Units>
 void Prefill<Units>::find_rows(int64_t tile) {
   const KeyRange seen = in_tile(seen_by_task_, tile);
   const int64_t bytes = element_size(args_.cache_dtype);
-  for (int64_t key = 0; key < shape_.kv_tile; ++key) key_rows_[key] = value_rows_[key] = zeros_;
+  for (int64_t key = 0; key < kKeyTile; ++key) key_rows_[key] = value_rows_[key] = zeros_;
   for (int64_t key = seen.begin; key < seen.end;) {
     const int64_t column = (tile + key) / args_.block_size, offset = (tile + key) % args_.block_size;
     const int64_t block = args_.block_id(task_.seq, column);
@@ -189,10 +179,9 @@ template <class Units>
 void Prefill<Units>::pack_rows(int64_t tile) {
   const KeyRange seen = in_tile(seen_by_task_, tile);
   const int64_t first = seen.begin / (2 * kLanes) * (2 * kLanes), last = round_up(seen.end, 2 * kLanes);
-  const int64_t max_units = shape_.kv_tile / Units::kElements;
   Units::with_source(args_.cache_dtype, [&]<class T>() PAGEDKV_LAMBDA {
-    pack_keys<Units, T>(key_rows_, first, last, args_.head_size, shape_.depth, keys_);
-    pack_values<Units, T>(value_rows_, first, last, args_.value_head_size, max_units, values_);
+    pack_keys<Units, T>(key_rows_, first, last, args_.head_size, depth_, keys_);
+    pack_values<Units, T>(value_rows_, first, last, args_.value_head_size, kTileUnits, values_);
   });
 }
 
@@ -200,7 +189,7 @@ void Prefill<Units>::pack_rows(int64_t tile) {
 // one, their latency vanishes.
 template <class Units>
 void Prefill<Units>::prefetch_rows(int64_t tile, int64_t row) const {
-  const KeyRange seen = in_tile(seen_by_task_, tile + shape_.kv_tile);
+  const KeyRange seen = in_tile(seen_by_task_, tile + kKeyTile);
   const int64_t count = max_of<int64_t>(seen.end - seen.begin, 0), bytes = element_size(args_.cache_dtype);
   const int64_t last = seen.begin + count * min_of(row + kTileRows, padded_rows_) / padded_rows_;
   for (int64_t key = seen.begin + count * row / padded_rows_; key < last; ++key) {
@@ -211,24 +200,22 @@ void Prefill<Units>::prefetch_rows(int64_t tile, int64_t row) const {
 
 template <class Units>
 void Prefill<Units>::attend(int64_t tile, int64_t first_row, int64_t last_row) {
-  const auto strip_scores = [&](int64_t row)
-                                PAGEDKV_LAMBDA { return scores_ + (row - first_row) * shape_.score_stride; };
-  for (int64_t column = 0; column < shape_.kv_tile; column += kTileColumns) {
+  const auto strip_scores = [&](int64_t row) PAGEDKV_LAMBDA { return scores_ + (row - first_row) * kScoreStride; };
+  for (int64_t column = 0; column < kKeyTile; column += kTileColumns) {
     for (int64_t row = first_row; row < last_row; row += kTileRows) {
       if (column == 0) prefetch_rows(tile, row);
       const KeyRange seen = in_tile(seen_by_group_[row / kTileRows], tile);
       if (column >= seen.end || column + kTileColumns <= seen.begin) continue;
-      multiply<Units, false>(ceil_div(min_of(seen.end - column, kTileColumns), kLanes), shape_.num_units,
-                             queries_ + row * shape_.depth, shape_.depth, keys_ + column * shape_.depth, kTileColumns,
-                             strip_scores(row) + column, shape_.score_stride, nullptr);
+      multiply<Units, false>(ceil_div(min_of(seen.end - column, kTileColumns), kLanes), num_units_,
+                             queries_ + row * depth_, depth_, keys_ + column * depth_, kTileColumns,
+                             strip_scores(row) + column, kScoreStride, nullptr);
     }
   }
   for (int64_t row = first_row; row < last_row; ++row) {
     const KeyRange seen = in_tile(seen_by_group_[row / kTileRows], tile);
     if (seen.begin < seen.end) softmax(tile, seen, row, strip_scores(row));
   }
-  const ColumnTiles tiles{shape_.out_width / kLanes};
-  const int64_t max_units = shape_.kv_tile / Units::kElements;
+  const ColumnTiles tiles{out_width_ / kLanes};
   for (int64_t i = 0; i < tiles.count(); ++i) {
     const int64_t first_vec = tiles.first_vec(i), num_vecs = tiles.first_vec(i + 1) - first_vec;
     for (int64_t row = first_row; row < last_row; row += kTileRows) {
@@ -236,8 +223,8 @@ void Prefill<Units>::attend(int64_t tile, int64_t first_row, int64_t last_row) {
       if (seen.begin >= seen.end) continue;
       const int64_t first = seen.begin / (2 * kLanes) * (2 * kLanes) / Units::kElements;
       multiply<Units, true>(num_vecs, ceil_div(seen.end, Units::kElements) - first, strip_scores(row) + first,
-                            shape_.score_stride, values_ + (first_vec * max_units + first * num_vecs) * kLanes,
-                            num_vecs * kLanes, out_ + row * shape_.out_width + first_vec * kLanes, shape_.out_width,
+                            kScoreStride, values_ + (first_vec * kTileUnits + first * num_vecs) * kLanes,
+                            num_vecs * kLanes, out_ + row * out_width_ + first_vec * kLanes, out_width_,
                             softmax_.rescale + row);
     }
   }
@@ -265,7 +252,7 @@ void Prefill<Units>::store_row(int64_t row) const {
   with_dtype(args_.query_dtype, [&]<class T>() PAGEDKV_LAMBDA {
     T* target = reinterpret_cast<T*>(args_.out) + index * args_.value_head_size;
     for (int64_t i = 0; i < args_.value_head_size; i += kLanes) {
-      const Vec scaled = load(out_ + row * shape_.out_width + i) * broadcast(inverse);
+      const Vec scaled = load(out_ + row * out_width_ + i) * broadcast(inverse);
       store_first(target + i, scaled, min_of<int64_t>(args_.value_head_size - i, kLanes));
     }
   });
@@ -276,7 +263,7 @@ void Prefill<Units>::store_row(int64_t row) const {
 
 // The largest task that prefill_task() takes at full speed; smaller ones cost more packing.
 inline int64_t prefill_tokens_per_task(const AttentionArgs& args) {
-  return PrefillShape<FloatUnits>(args).tokens_per_task();
+  return max_of<int64_t>(1, kTaskRows / args.group_size());
 }
 
 inline void prefill_task(const AttentionArgs& args, const PrefillTask& task) {
