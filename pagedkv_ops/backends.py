@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from . import reference
-from .registration import NAMESPACE, is_first_import
-from .schema import SCHEMAS
+from .registration import is_first_import
+from .schema import NAMESPACE, SCHEMAS
 
 _namespace = getattr(torch.ops, NAMESPACE)
 _EXTENSION = Path(__file__).parent / "_C.abi3.so"
@@ -29,11 +29,14 @@ def _attach_reference() -> str:
 
 
 def _attach_extension() -> str:
-    torch.ops.load_library(_EXTENSION)
+    torch.ops.load_library(_EXTENSION)  # type: ignore[no-untyped-call]
     extension = ctypes.CDLL(str(_EXTENSION))
-    extension.pagedkv_cpu_isa.restype = ctypes.c_char_p
-    isa: bytes = extension.pagedkv_cpu_isa()
-    return f"c++ ({isa.decode()})"
+    text = ctypes.c_char_p()
+    failed = extension.pagedkv_cpu_isa(ctypes.byref(text))
+    isa = (text.value or b"").decode()
+    if failed:
+        raise RuntimeError(isa)
+    return f"c++ ({isa})"
 
 
 def _attach_cpu() -> str:

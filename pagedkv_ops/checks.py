@@ -30,7 +30,7 @@ def _sizes(values: Sequence[Any]) -> str:
 
 def _expect(op: str, condition: Any, argument: str, expectation: str, actual: Any) -> None:
     # torch._check turns a condition on an unbacked size into a run-time assertion instead of a graph break
-    torch._check(condition, lambda: f"{op}: {argument} must {expectation}, got {actual}")
+    torch._check(condition, lambda: f"{op}: {argument} must {expectation}, got {actual}")  # type: ignore[no-untyped-call]
 
 
 def _rank(op: str, argument: str, tensor: Tensor, shape: str) -> None:

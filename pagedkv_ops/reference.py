@@ -102,9 +102,9 @@ def _attend_one_head(
     if sink is not None:  # a logit that joins the denominator alone
         logits = torch.cat([logits, logits.new_full((query_len, 1), sink)], dim=1)
         value = torch.cat([value, value.new_zeros(1, value.size(1))])
-    lse = torch.logsumexp(logits, dim=1)
-    weights = torch.exp(logits - lse[:, None]).masked_fill(torch.isneginf(logits), 0.0)
-    return weights @ value, lse
+    # not exp(logits - lse): at a logit of 3e4 the rounding of lse alone moves every weight by 2e-4
+    weights = torch.softmax(logits, dim=1).masked_fill(torch.isneginf(logits), 0.0)  # a row of -inf gives NaN
+    return weights @ value, torch.logsumexp(logits, dim=1)
 
 
 def paged_attention_with_lse(

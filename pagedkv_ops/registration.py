@@ -61,7 +61,7 @@ def _autograd_guard(name: str) -> Callable[..., Any]:
 
 
 if is_first_import:
-    _namespace._library = Library(NAMESPACE, "FRAGMENT")
+    _namespace._library = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
     for _name, _schema in SCHEMAS.items():
         _namespace._library.define(_name + _schema, tags=TAGS)
         _namespace._library.impl(_name, _autograd_guard(_name), "Autograd", with_keyset=True)

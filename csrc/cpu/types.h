@@ -63,11 +63,11 @@ PAGEDKV_INLINE void with_dtype(DType dtype, const F& f) {
 }
 
 template <typename T>
-PAGEDKV_INLINE T min_of(T a, T b) {
+constexpr PAGEDKV_INLINE T min_of(T a, T b) {
   return a < b ? a : b;
 }
 template <typename T>
-PAGEDKV_INLINE T max_of(T a, T b) {
+constexpr PAGEDKV_INLINE T max_of(T a, T b) {
   return a > b ? a : b;
 }
 PAGEDKV_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

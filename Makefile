@@ -1,0 +1,45 @@
+# `make demo` and `make test` need nothing but Python >= 3.10 and a C++20 compiler.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# the CPU build of torch where the index serves it under this pin; any supported torch works: make TORCH=torch
+TORCH ?= torch==2.13.0
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test lint format bench fuzz clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml setup.py $(wildcard csrc/*.* csrc/*/*.*)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q $(TORCH) "setuptools>=77" ninja
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[hf,dev]"
+	@touch $(STAMP)
+
+demo: setup
+	$(BIN)/python examples/generate.py
+
+test: setup
+	$(BIN)/python -m pytest -n 2 tests
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'examples/*.cpp')
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'examples/*.cpp')
+
+bench: setup
+	$(BIN)/python benchmarks/bench_ops.py --short
+
+FUZZ_SECONDS ?= 60
+fuzz: setup
+	$(BIN)/python tests/ops/fuzz.py --build --seconds $(FUZZ_SECONDS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info pagedkv_ops/*.so

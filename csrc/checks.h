@@ -1,0 +1,87 @@
+// The argument contract of every op: the same conditions in the same order with the same words as pagedkv_ops/checks.py
+// and pagedkv_ops/value_checks.py (a test compares the two). Errors are std::runtime_error, RuntimeError in Python.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tensor_view.h"
+
+namespace pagedkv {
+
+[[noreturn]] void fail(const char* op, const std::string& argument, const std::string& expectation,
+                       const std::string& actual);
+
+// The texts are built only when the condition does not hold.
+#define PAGEDKV_EXPECT(op, condition, argument, expectation, actual) \
+  do {                                                               \
+    if (!(condition)) [[unlikely]]                                   \
+      ::pagedkv::fail(op, argument, expectation, actual);            \
+  } while (0)
+
+struct CacheViews {
+  TensorView key, value;
+};
+
+struct NewTokens {
+  TensorView key, value, slot_mapping;
+};
+
+struct TableViews {
+  TensorView block_table, seq_lens;
+};
+
+// The optional arguments of attention; views are empty (data == null and dim == 0) where the argument is None.
+struct AttentionOptions {
+  std::optional<double> scale;
+  bool causal;
+  int64_t window_left, window_right;
+  double softcap;
+  const std::optional<Tensor>& alibi_slopes;
+  const std::optional<Tensor>& sinks;
+  const std::optional<Tensor>& k_scale;
+  const std::optional<Tensor>& v_scale;
+  int64_t num_splits;
+};
+
+CacheViews check_caches(const char* op, const Tensor& key_cache, const Tensor& value_cache);
+NewTokens check_new_tokens(const char* op, const Tensor& key, const Tensor& value, const CacheViews& caches,
+                           const Tensor& slot_mapping);
+void check_no_scale(const char* op, const char* argument, const std::optional<Tensor>& scale);
+void check_size(const char* op, const char* argument, const TensorView& tensor, int64_t dim, int64_t size,
+                const char* like);
+TableViews check_table(const char* op, const Tensor& block_table, const Tensor& seq_lens, const char* cache_name);
+
+struct AttentionViews {
+  CacheViews caches;
+  TensorView query;
+  TableViews table;
+  std::optional<TensorView> cu_seqlens_q;
+  std::optional<TensorView> alibi_slopes, sinks;
+};
+AttentionViews check_paged_attention(const char* op, const Tensor& query, const Tensor& key_cache,
+                                     const Tensor& value_cache, const Tensor& block_table, const Tensor& seq_lens,
+                                     const std::optional<Tensor>& cu_seqlens_q, const AttentionOptions& options);
+
+struct MergeViews {
+  TensorView out_a, lse_a, out_b, lse_b;
+};
+MergeViews check_merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b);
+
+TensorView check_mapping(const char* op, const Tensor& block_mapping);
+std::vector<TensorView> check_copy_blocks(const std::vector<Tensor>& caches, const Tensor& block_mapping);
+void check_swap_blocks(const TensorView& src, const TensorView& dst, const Tensor& block_mapping);
+TensorView check_gather_cache(const Tensor& cache);
+
+// Values of index tensors, checked before the first byte is written.
+void check_distinct_caches(const char* op, const CacheViews& caches);
+void check_slots(const char* op, const TensorView& slot_mapping, const TensorView& cache);
+void check_seq_lens(const char* op, const TableViews& table, int64_t block_size);
+void check_cu_seqlens_q(const char* op, const TensorView& cu_seqlens_q, int64_t num_tokens);
+// Columns [begin, end) of row `seq`.
+void check_block_ids(const char* op, const TensorView& block_table, int64_t seq, int64_t begin, int64_t end,
+                     int64_t num_blocks);
+void check_block_mapping(const char* op, const TensorView& block_mapping, int64_t num_src, int64_t num_dst);
+
+}  // namespace pagedkv

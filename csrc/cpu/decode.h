@@ -1,0 +1,491 @@
+// Decode attention: a few query tokens per sequence, every cached byte read once.
+//
+// The keys of a task are walked in tiles of 16 tokens; a tile visits all KV heads, and within a head the query heads of
+// its group in packs of up to 4 rows, so that a K or V row is loaded into registers once per pack. Scores of a pack
+// live in vectors whose lane r * kTokens + t is row r, token t.
+#pragma once
+
+#include <cfloat>
+#include <type_traits>
+
+#include "kernels.h"
+#include "output.h"
+#include "vec.h"
+
+namespace pagedkv::PAGEDKV_ISA {
+
+constexpr int kTile = static_cast<int>(kDecodeTile);
+constexpr float kNoMaximum = -FLT_MAX;  // finite: (-inf) - (-inf) would be NaN where nothing was seen yet
+
+// Cached rows of the 16 tokens of a tile, head 0, as byte addresses.
+struct TileRows {
+  const char* key[kTile];
+  const char* value[kTile];
+};
+
+// What a tile needs to know beside its rows; offsets select the KV head.
+struct TileContext {
+  const TileRows* rows;
+  const TileRows* next;  // prefetched while this tile is computed
+  int64_t key_offset, value_offset;
+  int64_t head_size, value_head_size;
+  int first, last;  // visible tokens of this tile: [first, last)
+  float distance;   // key position of token 0 minus query position, for ALiBi
+  float scale_log2, softcap, softcap_inverse;
+};
+
+// Running softmax of a pack of rows. `query` is padded with zeros to a multiple of 2 * kLanes columns and, unless it is
+// bfloat16 for dot_bf16, stored in the element order of load_pair. `acc` is in the order of load_pair too.
+struct Pack {
+  float* maximum;       // [kLanes]
+  float* sum;           // [kLanes]
+  float* acc;           // [kRows, acc_stride]
+  const char* query;    // [kRows, query_stride]
+  const float* slopes;  // [kLanes] ALiBi slopes in base 2, or null
+  int64_t query_stride, acc_stride;
+};
+
+template <typename T, bool kDot>
+using QueryElement = std::conditional_t<kDot, BFloat16, float>;
+
+// scores[v], lane r * kTokens + t: query row r times key v * kTokens + t.
+template <typename T, int kRows, bool kDot>
+PAGEDKV_INLINE void tile_scores(const TileContext& c, const Pack& pack, Vec* scores) {
+  constexpr int kTokens = kLanes / kRows;
+  constexpr int kVectors = kTile / kTokens;
+  constexpr int kStep = 2 * kLanes;
+  const auto* query = reinterpret_cast<const QueryElement<T, kDot>*>(pack.query);
+  const int64_t whole = c.head_size / kStep * kStep;
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    Vec acc[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) acc[i] = zero();
+    const auto step = [&](int64_t d, int64_t n) PAGEDKV_LAMBDA {
+#pragma GCC unroll 16
+      for (int t = 0; t < kTokens; ++t) {
+        const T* key = reinterpret_cast<const T*>(c.rows->key[v * kTokens + t] + c.key_offset) + d;
+        const char* ahead = c.next->key[v * kTokens + t] + c.key_offset + d * sizeof(T);
+        prefetch(ahead);
+        if constexpr (kStep * sizeof(T) > 64) prefetch(ahead + 64);
+        if constexpr (kDot) {
+          const PairBits k = n == kStep ? load_bits(key) : load_bits_first(key, n);
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r) {
+            acc[r * kTokens + t] = dot_bf16(acc[r * kTokens + t], k, load_bits(query + r * pack.query_stride + d));
+          }
+        } else {
+          Vec a, b;
+          if (n == kStep) {
+            load_pair(key, a, b);
+          } else {
+            load_pair_first(key, n, a, b);
+          }
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r) {
+            const float* q = query + r * pack.query_stride + d;
+            acc[r * kTokens + t] = fma(b, load(q + kLanes), fma(a, load(q), acc[r * kTokens + t]));
+          }
+        }
+      }
+    };
+#pragma GCC unroll 1
+    for (int64_t d = 0; d < whole; d += kStep) step(d, kStep);
+    if (whole < c.head_size) step(whole, c.head_size - whole);
+    scores[v] = reduce_lanes(acc);
+  }
+}
+
+// Scale, softcap, ALiBi (all in base 2) and the mask.
+template <int kRows>
+PAGEDKV_INLINE void tile_logits(const TileContext& c, const Pack& pack, Vec* scores) {
+  constexpr int kTokens = kLanes / kRows;
+  constexpr int kVectors = kTile / kTokens;
+  float token_of_lane[kLanes];
+  const bool masked = c.first > 0 || c.last < kTile;
+  if (masked || pack.slopes) {
+    for (int i = 0; i < kLanes; ++i) token_of_lane[i] = static_cast<float>(i % kTokens);
+  }
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    Vec x = scores[v];
+    if (c.softcap > 0.0f) {
+      x = tanh(x * broadcast(c.scale_log2 * kLn2 * c.softcap_inverse)) * broadcast(c.softcap * kLog2E);
+    } else {
+      x = x * broadcast(c.scale_log2);
+    }
+    if (masked || pack.slopes) {
+      const Vec token = load(token_of_lane) + broadcast(static_cast<float>(v * kTokens));
+      if (pack.slopes) x = fma(load(pack.slopes), token + broadcast(c.distance), x);
+      if (masked) {
+        const Vec hidden = broadcast(-__builtin_inff());
+        x = select(less(token, broadcast(static_cast<float>(c.first))), hidden, x);
+        x = select(less(token, broadcast(static_cast<float>(c.last))), x, hidden);
+      }
+    }
+    scores[v] = x;
+  }
+}
+
+// Moves the running maximum, then turns logits into weights. Weights of hidden tokens are exactly 0.
+template <int kRows>
+PAGEDKV_INLINE void tile_softmax(const Pack& pack, Vec* scores) {
+  constexpr int kTokens = kLanes / kRows;
+  constexpr int kVectors = kTile / kTokens;
+  Vec highest = scores[0];
+#pragma GCC unroll 16
+  for (int v = 1; v < kVectors; ++v) highest = max(highest, scores[v]);
+  highest = group_max<kTokens>(highest);
+  Vec maximum = load(pack.maximum);
+  Vec sum = load(pack.sum);
+  if (any(less(maximum, highest))) {
+    highest = max(highest, maximum);
+    const Vec factor = exp2(maximum - highest);  // exactly 1 for rows whose maximum stays
+    sum = sum * factor;
+    maximum = highest;
+    store(pack.maximum, maximum);
+    float factors[kLanes];
+    store(factors, factor);
+    for (int r = 0; r < kRows; ++r) {
+      float* acc = pack.acc + r * pack.acc_stride;
+      for (int64_t i = 0; i < pack.acc_stride; i += kLanes) {
+        store(acc + i, load(acc + i) * broadcast(factors[r * kTokens]));
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int v = 0; v < kVectors; ++v) {
+    scores[v] = exp2(scores[v] - maximum);
+    sum = sum + scores[v];
+  }
+  store(pack.sum, sum);
+}
+
+// acc += weights * values for kPairs * 2 * kLanes columns from `column` on; kWhole: all 16 tokens are visible.
+template <typename T, int kRows, int kPairs, bool kWhole>
+PAGEDKV_INLINE void accumulate_columns(const TileContext& c, const Pack& pack, const float* weights, int64_t column,
+                                       int64_t columns) {
+  constexpr int kTokens = kLanes / kRows;
+  constexpr int kStep = 2 * kLanes;
+  Vec acc[kRows][2 * kPairs];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * kPairs; ++i) acc[r][i] = load(pack.acc + r * pack.acc_stride + column + i * kLanes);
+  }
+  const auto token = [&](int t) PAGEDKV_LAMBDA {
+    const T* value = reinterpret_cast<const T*>(c.rows->value[t] + c.value_offset) + column;
+    const char* ahead = c.next->value[t] + c.value_offset + column * sizeof(T);
+#pragma GCC unroll 4
+    for (int i = 0; i < kPairs; ++i) {
+      prefetch(ahead + i * kStep * sizeof(T));
+      if constexpr (kStep * sizeof(T) > 64) prefetch(ahead + i * kStep * sizeof(T) + 64);
+      Vec a, b;
+      if (columns == kPairs * kStep) {
+        load_pair(value + i * kStep, a, b);
+      } else {
+        load_pair_first(value + i * kStep, columns, a, b);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const Vec weight = broadcast(weights[t / kTokens * kLanes + r * kTokens + t % kTokens]);
+        acc[r][2 * i] = fma(a, weight, acc[r][2 * i]);
+        acc[r][2 * i + 1] = fma(b, weight, acc[r][2 * i + 1]);
+      }
+    }
+  };
+  if constexpr (kWhole) {
+#pragma GCC unroll 16
+    for (int t = 0; t < kTile; ++t) token(t);
+  } else {
+    for (int t = c.first; t < c.last; ++t) token(t);
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * kPairs; ++i) store(pack.acc + r * pack.acc_stride + column + i * kLanes, acc[r][i]);
+  }
+}
+
+template <typename T, int kRows, bool kWhole>
+PAGEDKV_INLINE void accumulate(const TileContext& c, const Pack& pack, const float* weights) {
+  constexpr int kStep = 2 * kLanes;
+  constexpr int kPairs = min_of(4, max_of(1, kRegisters / (4 * kRows)));
+  int64_t column = 0;
+  for (; column + kPairs * kStep <= c.value_head_size; column += kPairs * kStep) {
+    accumulate_columns<T, kRows, kPairs, kWhole>(c, pack, weights, column, kPairs * kStep);
+  }
+  if constexpr (kPairs > 1) {
+    for (; column + kStep <= c.value_head_size; column += kStep) {
+      accumulate_columns<T, kRows, 1, kWhole>(c, pack, weights, column, kStep);
+    }
+  }
+  if (column < c.value_head_size) {
+    accumulate_columns<T, kRows, 1, false>(c, pack, weights, column, c.value_head_size - column);
+  }
+}
+
+template <typename T, int kRows, bool kDot>
+__attribute__((noinline)) void attend_tile(const TileContext& c, const Pack& pack) {
+  Vec scores[kTile * kRows / kLanes];
+  tile_scores<T, kRows, kDot>(c, pack, scores);
+  tile_logits<kRows>(c, pack, scores);
+  tile_softmax<kRows>(pack, scores);
+  alignas(64) float weights[kTile * kRows];
+#pragma GCC unroll 16
+  for (int v = 0; v < kTile * kRows / kLanes; ++v) store(weights + v * kLanes, scores[v]);
+  if (c.first == 0 && c.last == kTile) {
+    accumulate<T, kRows, true>(c, pack, weights);
+  } else {
+    accumulate<T, kRows, false>(c, pack, weights);
+  }
+}
+
+// Rows of a pack for a group of query heads: the smallest of 1, 2, 4 that holds them; larger groups take several packs.
+PAGEDKV_INLINE int rows_per_pack(int64_t group_size) { return group_size >= 3 ? 4 : static_cast<int>(group_size); }
+
+// State of one task in the thread's scratch.
+template <typename T, bool kDot>
+struct DecodeState {
+  const AttentionArgs& args;
+  const DecodeTask& task;
+  int rows;           // per pack
+  int64_t packs;      // per KV head
+  int64_t num_packs;  // of the task
+  Pack first;         // pointers of pack 0; strides
+  float* output_row;  // [Dv] rounded up
+
+  PAGEDKV_INLINE DecodeState(const AttentionArgs& a, const DecodeTask& t) : args(a), task(t) {
+    rows = rows_per_pack(args.group_size());
+    packs = ceil_div(args.group_size(), rows);
+    num_packs = (task.query_end - task.query_begin) * (task.head_end - task.head_begin) * packs;
+    first.query_stride = round_up(args.head_size, 2 * kLanes);
+    first.acc_stride = round_up(args.value_head_size, 2 * kLanes);
+    const int64_t query_bytes =
+        round_up(num_packs * rows * first.query_stride * static_cast<int64_t>(sizeof(QueryElement<T, kDot>)), 64);
+    const int64_t slopes = args.alibi_slopes ? num_packs * kLanes : 0;
+    const int64_t floats = num_packs * (2 * kLanes + rows * first.acc_stride) + slopes + first.acc_stride;
+    char* scratch = thread_scratch(query_bytes + floats * sizeof(float));
+    first.query = scratch;
+    first.maximum = reinterpret_cast<float*>(scratch + query_bytes);
+    first.sum = first.maximum + num_packs * kLanes;
+    first.acc = first.sum + num_packs * kLanes;
+    output_row = first.acc + num_packs * rows * first.acc_stride;
+    first.slopes = args.alibi_slopes ? output_row + first.acc_stride : nullptr;
+  }
+
+  PAGEDKV_INLINE Pack pack(int64_t i) const {
+    Pack p = first;
+    p.maximum += i * kLanes;
+    p.sum += i * kLanes;
+    p.acc += i * rows * p.acc_stride;
+    p.query += i * rows * p.query_stride * sizeof(QueryElement<T, kDot>);
+    if (p.slopes) p.slopes += i * kLanes;
+    return p;
+  }
+  // Index of a pack: query token (from query_begin), KV head (from head_begin), pack within the group.
+  PAGEDKV_INLINE int64_t index(int64_t token, int64_t head, int64_t group_pack) const {
+    return (token * (task.head_end - task.head_begin) + head) * packs + group_pack;
+  }
+};
+
+// One query row into the layout of a pack.
+template <typename T, bool kDot>
+PAGEDKV_INLINE void pack_query_row(const AttentionArgs& args, int64_t token, int64_t head, char* dst, int64_t padded) {
+  const int64_t offset = token * args.query_token_stride + head * args.query_head_stride;
+  if constexpr (kDot) {
+    auto* row = reinterpret_cast<BFloat16*>(dst);
+    __builtin_memcpy(row, reinterpret_cast<const BFloat16*>(args.query) + offset, args.head_size * sizeof(BFloat16));
+    for (int64_t d = args.head_size; d < padded; ++d) row[d] = BFloat16{0};
+  } else {
+    auto* row = reinterpret_cast<float*>(dst);
+    with_dtype(args.query_dtype, [&]<typename Q>() PAGEDKV_LAMBDA {
+      const Q* query = reinterpret_cast<const Q*>(args.query) + offset;
+      for (int64_t d = 0; d < padded; d += 2 * kLanes) {
+        float natural[2 * kLanes];
+        const int64_t n = args.head_size - d;
+        store(natural, load_first(query + d, min_of<int64_t>(n, kLanes)));
+        store(natural + kLanes,
+              n > kLanes ? load_first(query + d + kLanes, min_of<int64_t>(n - kLanes, kLanes)) : zero());
+        for (int i = 0; i < 2 * kLanes; ++i) row[d + i] = natural[pair_index<T>(i)];
+      }
+    });
+  }
+}
+
+template <typename T, bool kDot>
+PAGEDKV_INLINE void init_state(const DecodeState<T, kDot>& state) {
+  const AttentionArgs& args = state.args;
+  const int64_t group = args.group_size();
+  const int64_t query_start = args.query_start(state.task.seq);
+  for (int64_t token = state.task.query_begin; token < state.task.query_end; ++token) {
+    for (int64_t head = state.task.head_begin; head < state.task.head_end; ++head) {
+      for (int64_t g = 0; g < state.packs; ++g) {
+        const Pack p = state.pack(state.index(token - state.task.query_begin, head - state.task.head_begin, g));
+        store(p.maximum, broadcast(kNoMaximum));
+        store(p.sum, zero());
+        __builtin_memset(p.acc, 0, state.rows * p.acc_stride * sizeof(float));
+        const int64_t row_bytes = p.query_stride * static_cast<int64_t>(sizeof(QueryElement<T, kDot>));
+        for (int r = 0; r < state.rows; ++r) {
+          const int64_t in_group = g * state.rows + r;
+          char* dst = const_cast<char*>(p.query) + r * row_bytes;
+          if (in_group < group) {
+            pack_query_row<T, kDot>(args, query_start + token, head * group + in_group, dst, p.query_stride);
+          } else {
+            __builtin_memset(dst, 0, row_bytes);  // a row that fills up the pack
+          }
+          if (p.slopes) {
+            const float slope = in_group < group ? args.alibi_slopes[head * group + in_group] * kLog2E : 0.0f;
+            const int tokens = kLanes / state.rows;
+            for (int t = 0; t < tokens; ++t) const_cast<float*>(p.slopes)[r * tokens + t] = slope;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Addresses of the tile that starts at `position`; tokens outside [begin, end) repeat a row inside it.
+PAGEDKV_INLINE void find_rows(const AttentionArgs& args, int64_t seq, int64_t position, KeyRange range,
+                              TileRows& rows) {
+  const int64_t size = element_size(args.cache_dtype);
+  int64_t block = -1, key_base = 0, value_base = 0;
+  for (int t = 0; t < kTile; ++t) {
+    const int64_t p = min_of(max_of(position + t, range.begin), range.end - 1);
+    if (p / args.block_size != block) {
+      block = p / args.block_size;
+      const int64_t id = args.block_id(seq, block);
+      key_base = id * args.key.block_stride;
+      value_base = id * args.value.block_stride;
+    }
+    const int64_t offset = p - block * args.block_size;
+    rows.key[t] = args.key.data + size * (key_base + offset * args.key.token_stride);
+    rows.value[t] = args.value.data + size * (value_base + offset * args.value.token_stride);
+  }
+}
+
+template <typename T, int kRows, bool kDot>
+PAGEDKV_INLINE void walk_keys(const DecodeState<T, kDot>& state) {
+  const AttentionArgs& args = state.args;
+  const DecodeTask& task = state.task;
+  const int64_t seq_len = args.seq_lens[task.seq];
+  const int64_t query_length = args.query_length(task.seq);
+  // Visible ranges only grow with the query position, so the first and the last token bound all of them.
+  KeyRange keys{visible_keys(args, seq_len, query_length, task.query_begin).begin,
+                visible_keys(args, seq_len, query_length, task.query_end - 1).end};
+  keys.begin = max_of(keys.begin, task.key_begin);
+  keys.end = min_of(keys.end, task.key_end);
+  if (keys.begin >= keys.end) return;
+
+  TileContext c;
+  c.head_size = args.head_size;
+  c.value_head_size = args.value_head_size;
+  c.scale_log2 = args.scale * kLog2E;
+  c.softcap = args.softcap;
+  c.softcap_inverse = args.softcap > 0.0f ? 1.0f / args.softcap : 0.0f;
+  TileRows buffers[2];
+  const int64_t start = keys.begin / kTile * kTile;
+  find_rows(args, task.seq, start, keys, buffers[0]);
+  for (int64_t position = start, i = 0; position < keys.end; position += kTile, ++i) {
+    c.rows = &buffers[i & 1];
+    c.next = &buffers[~i & 1];
+    find_rows(args, task.seq, position + kTile, keys, buffers[~i & 1]);
+    for (int64_t head = task.head_begin; head < task.head_end; ++head) {
+      c.key_offset = head * args.key.head_stride * static_cast<int64_t>(sizeof(T));
+      c.value_offset = head * args.value.head_stride * static_cast<int64_t>(sizeof(T));
+      for (int64_t token = task.query_begin; token < task.query_end; ++token) {
+        const KeyRange visible = visible_keys(args, seq_len, query_length, token);
+        c.first = static_cast<int>(max_of<int64_t>(max_of(visible.begin, keys.begin) - position, 0));
+        c.last = static_cast<int>(min_of<int64_t>(min_of(visible.end, keys.end) - position, kTile));
+        if (c.first >= c.last) continue;
+        c.distance = static_cast<float>(position - (seq_len - query_length + token));
+        for (int64_t g = 0; g < state.packs; ++g) {
+          attend_tile<T, kRows, kDot>(c, state.pack(state.index(token - task.query_begin, head - task.head_begin, g)));
+        }
+      }
+    }
+  }
+}
+
+template <typename T, bool kDot>
+PAGEDKV_INLINE void finish_rows(const DecodeState<T, kDot>& state) {
+  const AttentionArgs& args = state.args;
+  const DecodeTask& task = state.task;
+  const int64_t group = args.group_size();
+  const int tokens_per_vector = kLanes / state.rows;
+  const int64_t query_start = args.query_start(task.seq);
+  const int64_t num_heads = (task.head_end - task.head_begin) * group;
+  for (int64_t i = 0; i < (task.query_end - task.query_begin) * num_heads; ++i) {
+    const int64_t token = i / num_heads, head = i % num_heads;
+    const int64_t in_group = head % group;
+    const Pack p = state.pack(state.index(token, head / group, in_group / state.rows));
+    const int r = static_cast<int>(in_group % state.rows);
+    float sum = 0.0f;
+    for (int t = 0; t < tokens_per_vector; ++t) sum += p.sum[r * tokens_per_vector + t];
+    const float* acc = p.acc + r * p.acc_stride;
+    for (int64_t d = 0; d < p.acc_stride; d += 2 * kLanes) {
+      store_pair<T>(state.output_row + d, load(acc + d), load(acc + d + kLanes));
+    }
+    const float maximum = p.maximum[r * tokens_per_vector];
+    if (task.partial) {
+      float* row = task.partial + token * task.partial_token_step + head * partial_row_size(args);
+      __builtin_memcpy(row, state.output_row, args.value_head_size * sizeof(float));
+      row[args.value_head_size] = maximum;
+      row[args.value_head_size + 1] = sum;
+    } else {
+      write_output_row(args, query_start + task.query_begin + token, task.head_begin * group + head, state.output_row,
+                       maximum, sum);
+    }
+  }
+}
+
+template <typename T, bool kDot>
+PAGEDKV_INLINE void decode_typed(const AttentionArgs& args, const DecodeTask& task) {
+  const DecodeState<T, kDot> state(args, task);
+  init_state(state);
+  switch (state.rows) {
+    case 1:
+      walk_keys<T, 1, kDot>(state);
+      break;
+    case 2:
+      walk_keys<T, 2, kDot>(state);
+      break;
+    default:
+      walk_keys<T, 4, kDot>(state);
+  }
+  finish_rows(state);
+}
+
+void decode(const AttentionArgs& args, const DecodeTask& task) {
+  with_dtype(args.cache_dtype, [&]<typename T>() PAGEDKV_LAMBDA {
+    if constexpr (kHasDotBF16 && DTypeOf<T>::value == DType::kBFloat16) {
+      if (args.query_dtype == DType::kBFloat16) return decode_typed<T, true>(args, task);
+    }
+    decode_typed<T, false>(args, task);
+  });
+}
+
+void merge_partials(const AttentionArgs& args, const MergeTask& task) {
+  const int64_t columns = args.value_head_size;
+  auto* row = reinterpret_cast<float*>(thread_scratch(round_up(columns, kLanes) * sizeof(float)));
+  float maximum = kNoMaximum;
+  for (int64_t i = 0; i < task.count; ++i) {
+    const float* part = task.first + i * task.step;
+    if (part[columns + 1] > 0.0f || part[columns + 1] != part[columns + 1]) {
+      maximum = part[columns] < maximum ? maximum : part[columns];
+    }
+  }
+  float sum = 0.0f;
+  for (int64_t d = 0; d < columns; d += kLanes) store(row + d, zero());
+  for (int64_t i = 0; i < task.count; ++i) {
+    const float* part = task.first + i * task.step;
+    if (part[columns + 1] == 0.0f) continue;
+    const float weight = exp2_scalar(part[columns] - maximum);
+    sum += weight * part[columns + 1];
+    // A partial row is padded to 16 floats: whole vectors may be read, the last ones carry junk past `columns`.
+    for (int64_t d = 0; d < columns; d += kLanes) store(row + d, fma(load(part + d), broadcast(weight), load(row + d)));
+  }
+  write_output_row(args, task.token, task.head, row, maximum, sum);
+}
+
+}  // namespace pagedkv::PAGEDKV_ISA

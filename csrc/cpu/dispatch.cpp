@@ -1,0 +1,74 @@
+// Chooses the kernel table once, by what the processor reports or by PAGEDKV_ISA.
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "kernels.h"
+
+namespace pagedkv {
+namespace {
+
+struct Candidate {
+  const Kernels* table;
+  bool supported;
+};
+
+// Fastest last.
+#if defined(__x86_64__)
+const Candidate* candidates() {
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  static const Candidate list[] = {{&kKernelsBaseline, true},
+                                   {&kKernelsAvx2, avx2},
+                                   {&kKernelsAvx512, avx512},
+                                   {&kKernelsAvx512Bf16, avx512_bf16},
+                                   {nullptr, false}};
+  return list;
+}
+#else
+const Candidate* candidates() {
+  static const Candidate list[] = {{&kKernelsBaseline, true}, {nullptr, false}};
+  return list;
+}
+#endif
+
+const Kernels& choose() {
+  const char* wanted = std::getenv("PAGEDKV_ISA");
+  const Kernels* best = nullptr;
+  std::string names;
+  for (const Candidate* c = candidates(); c->table; ++c) {
+    if (!c->supported) continue;
+    best = c->table;
+    if (wanted && std::string(wanted) == best->name) return *best;
+    names += (names.empty() ? "" : ", ") + std::string(best->name);
+  }
+  if (wanted && *wanted) {
+    throw std::runtime_error("pagedkv: PAGEDKV_ISA must be one of " + names + " on this processor, got " + wanted);
+  }
+  return *best;
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+  static const Kernels& table = choose();
+  return table;
+}
+
+}  // namespace pagedkv
+
+// For Python (ctypes): the name of the chosen instruction set, or 1 and the text of the error.
+extern "C" __attribute__((visibility("default"))) int pagedkv_cpu_isa(const char** text) {
+  static std::string error;
+  try {
+    *text = pagedkv::kernels().name;
+    return 0;
+  } catch (const std::exception& e) {
+    error = e.what();
+    *text = error.c_str();
+    return 1;
+  }
+}

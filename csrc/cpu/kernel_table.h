@@ -1,0 +1,15 @@
+// All kernels of one instruction set. Included by the translation units kernels_<set>.cpp only; each is compiled with
+// its own machine flags (setup.py).
+#pragma once
+
+#include "decode.h"
+#include "rows.h"
+
+#define PAGEDKV_KERNEL_TABLE(isa) \
+  {#isa,                          \
+   pagedkv::isa::decode,          \
+   pagedkv::isa::merge_partials,  \
+   pagedkv::isa::write_tokens,    \
+   pagedkv::isa::merge_states,    \
+   pagedkv::isa::copy,            \
+   pagedkv::isa::to_float}

@@ -1,0 +1,47 @@
+// The CPU implementations that library.cpp registers; schemas: pagedkv_ops/schema.py.
+#pragma once
+
+#include <tuple>
+#include <vector>
+
+#include "../checks.h"
+#include "kernels.h"
+
+namespace pagedkv {
+
+using MaybeTensor = std::optional<Tensor>;
+
+void write_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
+              const Tensor& slot_mapping, const MaybeTensor& k_scale, const MaybeTensor& v_scale,
+              const MaybeTensor& k_scale_cache, const MaybeTensor& v_scale_cache);
+// The write alone, arguments already checked.
+void write_checked(const NewTokens& tokens, const CacheViews& caches);
+
+Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                       const Tensor& block_table, const Tensor& seq_lens, const MaybeTensor& cu_seqlens_q,
+                       std::optional<double> scale, bool causal, int64_t window_left, int64_t window_right,
+                       double softcap, const MaybeTensor& alibi_slopes, const MaybeTensor& sinks,
+                       const MaybeTensor& k_scale, const MaybeTensor& v_scale, int64_t num_splits);
+std::tuple<Tensor, Tensor> paged_attention_with_lse(
+    const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_table,
+    const Tensor& seq_lens, const MaybeTensor& cu_seqlens_q, std::optional<double> scale, bool causal,
+    int64_t window_left, int64_t window_right, double softcap, const MaybeTensor& alibi_slopes,
+    const MaybeTensor& sinks, const MaybeTensor& k_scale, const MaybeTensor& v_scale, int64_t num_splits);
+Tensor paged_attention_append(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
+                              const Tensor& value_cache, const Tensor& slot_mapping, const Tensor& block_table,
+                              const Tensor& seq_lens, const MaybeTensor& cu_seqlens_q, std::optional<double> scale,
+                              bool causal, int64_t window_left, int64_t window_right, double softcap,
+                              const MaybeTensor& alibi_slopes, const MaybeTensor& sinks, const MaybeTensor& k_scale,
+                              const MaybeTensor& v_scale, int64_t num_splits, const MaybeTensor& k_scale_cache,
+                              const MaybeTensor& v_scale_cache);
+
+std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
+                                        const Tensor& lse_b);
+void copy_blocks(const std::vector<Tensor>& caches, const Tensor& block_mapping);
+void swap_blocks(const Tensor& src, const Tensor& dst, const Tensor& block_mapping);
+Tensor gather_kv(const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens, int64_t max_len);
+
+// Schedules and runs the kernels; everything was checked. parallel.h decides about threads.
+void run_attention(const AttentionArgs& args);
+
+}  // namespace pagedkv

@@ -1,0 +1,135 @@
+// Rows in and out of the cache: conversion, copies, and the union of two attention states.
+#pragma once
+
+#include <cstring>
+
+#include "kernels.h"
+#include "output.h"
+#include "vec.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace pagedkv::PAGEDKV_ISA {
+
+// Streaming stores write whole lines without reading them first; they need aligned destinations.
+PAGEDKV_INLINE void copy_bytes(char* dst, const char* src, int64_t bytes, bool stream) {
+#if defined(__x86_64__)
+#if defined(PAGEDKV_ISA_AVX512)
+  using Line = __m512i;
+  const auto store_line = [](char* p, Line x) PAGEDKV_LAMBDA { _mm512_stream_si512(reinterpret_cast<Line*>(p), x); };
+#elif defined(PAGEDKV_ISA_AVX2)
+  using Line = __m256i;
+  const auto store_line = [](char* p, Line x) PAGEDKV_LAMBDA { _mm256_stream_si256(reinterpret_cast<Line*>(p), x); };
+#else
+  using Line = __m128i;
+  const auto store_line = [](char* p, Line x) PAGEDKV_LAMBDA { _mm_stream_si128(reinterpret_cast<Line*>(p), x); };
+#endif
+  if (stream && reinterpret_cast<uintptr_t>(dst) % 64 == 0 && bytes % 64 == 0) {
+    for (int64_t i = 0; i < bytes; i += 64) {
+      for (int64_t j = 0; j < 64; j += static_cast<int64_t>(sizeof(Line))) {
+        Line line;
+        __builtin_memcpy(&line, src + i + j, sizeof(line));
+        store_line(dst + i + j, line);
+      }
+    }
+    return;
+  }
+#endif
+  std::memcpy(dst, src, bytes);
+}
+
+PAGEDKV_INLINE void finish_streaming() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+void copy(char* dst, const char* src, int64_t bytes, bool stream) {
+  copy_bytes(dst, src, bytes, stream);
+  if (stream) finish_streaming();
+}
+
+void to_float(float* dst, const char* src, DType dtype, int64_t stride, int64_t n) {
+  with_dtype(dtype, [&]<typename T>() PAGEDKV_LAMBDA {
+    for (int64_t i = 0; i < n; ++i) {
+      store_first(dst + i, load_first(reinterpret_cast<const T*>(src) + i * stride, 1), 1);
+    }
+  });
+}
+
+template <typename Src, typename Dst>
+PAGEDKV_INLINE void convert_row(Dst* dst, const Src* src, int64_t n, bool stream) {
+  if constexpr (DTypeOf<Src>::value == DTypeOf<Dst>::value) {
+    copy_bytes(reinterpret_cast<char*>(dst), reinterpret_cast<const char*>(src), n * sizeof(Dst), stream);
+  } else {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(dst + i, load(src + i));
+    if (i < n) store_first(dst + i, load_first(src + i, n - i), n - i);
+  }
+}
+
+template <typename Src, typename Dst>
+PAGEDKV_INLINE void write_tokens_typed(const WriteArgs& args, const WriteSource& source, const CacheView& cache,
+                                       int64_t begin, int64_t end) {
+  // Heads that lie next to each other on both sides are one row.
+  const bool joined = source.head_stride == source.head_size && cache.head_stride == source.head_size;
+  const int64_t rows = joined ? 1 : args.num_kv_heads;
+  const int64_t row_size = joined ? args.num_kv_heads * source.head_size : source.head_size;
+  for (int64_t token = begin; token < end; ++token) {
+    const int64_t slot = args.slots[token];
+    if (slot < 0) continue;  // padding
+    const int64_t block = slot / args.block_size;
+    const Src* src = reinterpret_cast<const Src*>(source.data) + token * source.token_stride;
+    Dst* dst = reinterpret_cast<Dst*>(const_cast<char*>(cache.data)) + block * cache.block_stride +
+               (slot - block * args.block_size) * cache.token_stride;
+    for (int64_t row = 0; row < rows; ++row) {
+      convert_row(dst + row * cache.head_stride, src + row * source.head_stride, row_size, args.stream);
+    }
+  }
+}
+
+void write_tokens(const WriteArgs& args, int64_t begin, int64_t end) {
+  const auto write = [&](const WriteSource& source, const CacheView& cache) PAGEDKV_LAMBDA {
+    with_dtype(source.dtype, [&]<typename Src>() PAGEDKV_LAMBDA {
+      with_dtype(args.cache_dtype,
+                 [&]<typename Dst>() PAGEDKV_LAMBDA { write_tokens_typed<Src, Dst>(args, source, cache, begin, end); });
+    });
+  };
+  write(args.key, args.key_cache);
+  write(args.value, args.value_cache);
+  if (args.stream) finish_streaming();
+}
+
+void merge_states(const MergeStatesArgs& args, int64_t token_begin, int64_t token_end) {
+  for (int64_t token = token_begin; token < token_end; ++token) {
+    for (int64_t head = 0; head < args.num_heads; ++head) {
+      const int64_t row = token * args.num_heads + head;
+      const float a = args.lse_a[token * args.lse_a_token_stride + head * args.lse_a_head_stride];
+      const float b = args.lse_b[token * args.lse_b_token_stride + head * args.lse_b_head_stride];
+      const float highest = a > b ? a : b;
+      const bool sees_nothing = a == -__builtin_inff() && b == -__builtin_inff();
+      const float exp_a = sees_nothing ? 0.0f : exp2_scalar((a - highest) * kLog2E);
+      const float exp_b = sees_nothing ? 0.0f : exp2_scalar((b - highest) * kLog2E);
+      args.lse[row] = sees_nothing ? highest : highest + logf(exp_a + exp_b);
+      const float total = sees_nothing ? 1.0f : exp_a + exp_b;
+      const float weight_a = exp_a / total, weight_b = exp_b / total;
+      with_dtype(args.dtype, [&]<typename T>() PAGEDKV_LAMBDA {
+        const T* in_a =
+            reinterpret_cast<const T*>(args.out_a) + token * args.a_token_stride + head * args.a_head_stride;
+        const T* in_b =
+            reinterpret_cast<const T*>(args.out_b) + token * args.b_token_stride + head * args.b_head_stride;
+        T* out = reinterpret_cast<T*>(args.out) + row * args.head_size;
+        const auto join = [&](Vec x, Vec y)
+                              PAGEDKV_LAMBDA { return fma(x, broadcast(weight_a), y * broadcast(weight_b)); };
+        int64_t d = 0;
+        for (; d + kLanes <= args.head_size; d += kLanes) store(out + d, join(load(in_a + d), load(in_b + d)));
+        const int64_t rest = args.head_size - d;
+        if (rest > 0) store_first(out + d, join(load_first(in_a + d, rest), load_first(in_b + d, rest)), rest);
+      });
+    }
+  }
+}
+
+}  // namespace pagedkv::PAGEDKV_ISA

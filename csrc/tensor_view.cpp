@@ -1,0 +1,123 @@
+#include "tensor_view.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+namespace pagedkv {
+
+namespace {
+
+struct DTypes {
+  int32_t float32 = aoti_torch_dtype_float32();
+  int32_t float16 = aoti_torch_dtype_float16();
+  int32_t bfloat16 = aoti_torch_dtype_bfloat16();
+  int32_t int32 = aoti_torch_dtype_int32();
+  int32_t int64 = aoti_torch_dtype_int64();
+};
+
+const DTypes& dtypes() {
+  static const DTypes values;
+  return values;
+}
+
+}  // namespace
+
+TensorView::TensorView(const Tensor& t) : tensor(&t) {
+  AtenTensorHandle handle = t.get();
+  void* address = nullptr;
+  int64_t *size_pointer = nullptr, *stride_pointer = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &address));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &size_pointer));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &stride_pointer));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &dim));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &dtype));
+  data = static_cast<char*>(address);
+  sizes = size_pointer;
+  strides = stride_pointer;
+}
+
+int64_t TensorView::numel() const {
+  int64_t n = 1;
+  for (int64_t i = 0; i < dim; ++i) n *= sizes[i];
+  return n;
+}
+
+bool TensorView::is_index() const { return dtype == dtypes().int32 || dtype == dtypes().int64; }
+
+bool TensorView::is_float() const {
+  const DTypes& d = dtypes();
+  return dtype == d.bfloat16 || dtype == d.float32 || dtype == d.float16;
+}
+
+int64_t TensorView::itemsize() const { return static_cast<int64_t>(aoti_torch_dtype_element_size(dtype)); }
+
+DType TensorView::float_type() const {
+  if (dtype == dtypes().float32) return DType::kFloat32;
+  return dtype == dtypes().float16 ? DType::kFloat16 : DType::kBFloat16;
+}
+
+std::string dtype_name(int32_t dtype) {
+  const struct {
+    int32_t dtype;
+    const char* name;
+  } names[] = {
+      {aoti_torch_dtype_float32(), "float32"},
+      {aoti_torch_dtype_float16(), "float16"},
+      {aoti_torch_dtype_bfloat16(), "bfloat16"},
+      {aoti_torch_dtype_float64(), "float64"},
+      {aoti_torch_dtype_int8(), "int8"},
+      {aoti_torch_dtype_uint8(), "uint8"},
+      {aoti_torch_dtype_int16(), "int16"},
+      {aoti_torch_dtype_int32(), "int32"},
+      {aoti_torch_dtype_int64(), "int64"},
+      {aoti_torch_dtype_uint16(), "uint16"},
+      {aoti_torch_dtype_uint32(), "uint32"},
+      {aoti_torch_dtype_uint64(), "uint64"},
+      {aoti_torch_dtype_bool(), "bool"},
+      {aoti_torch_dtype_complex64(), "complex64"},
+      {aoti_torch_dtype_complex128(), "complex128"},
+      {aoti_torch_dtype_complex32(), "complex32"},
+      {aoti_torch_dtype_float8_e5m2(), "float8_e5m2"},
+      {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn"},
+  };
+  for (const auto& entry : names) {
+    if (entry.dtype == dtype) return entry.name;
+  }
+  return "an unknown dtype";
+}
+
+bool is_cpu(const Tensor& tensor) {
+  int32_t type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  static const int32_t cpu = aoti_torch_device_type_cpu();
+  return type == cpu;
+}
+
+std::string device_name(const Tensor& tensor) {
+  int32_t type = 0, index = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &index));
+  if (type == aoti_torch_device_type_cpu()) return "cpu";
+  if (type == aoti_torch_device_type_meta()) return "meta";
+  const std::string name = type == aoti_torch_device_type_cuda()  ? "cuda"
+                           : type == aoti_torch_device_type_xpu() ? "xpu"
+                           : type == aoti_torch_device_type_mps() ? "mps"
+                                                                  : "another device";
+  return name + ":" + std::to_string(index);
+}
+
+Tensor empty_cpu(const int64_t* sizes, int64_t dim, int32_t dtype) {
+  int64_t strides[8];
+  int64_t stride = 1;
+  for (int64_t i = dim - 1; i >= 0; --i) {
+    strides[i] = stride;
+    stride *= sizes[i] > 0 ? sizes[i] : 1;
+  }
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(dim, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+int32_t float32_dtype() { return dtypes().float32; }
+
+}  // namespace pagedkv

@@ -1,0 +1,307 @@
+"""Allocation: what a request for slots takes is planned first, and carried out only if the free blocks can serve it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pagedkv.errors import InvalidArgumentError, NonCausalError
+from pagedkv.lookup import Hit
+from pagedkv.release import drop_blocks, drop_host
+from pagedkv.sequence import NEVER, lowered
+
+if TYPE_CHECKING:
+    from pagedkv.manager import KVCacheManager
+    from pagedkv.sequence import SequenceState
+
+
+@dataclass(slots=True)
+class Allocation:
+    """What `allocate_slots` granted. With groups every list holds one list per group.
+
+    num_cached_tokens: tokens attached by this call that need no computation: cached, or swapped in.
+    block_ids: the whole table. new_block_ids: handed out by this call, copy destinations included.
+    slots: block * block_size + offset for every new token, in order. lookahead_slots: the same for lookahead tokens.
+    """
+
+    num_cached_tokens: int
+    block_ids: list[Any]
+    new_block_ids: list[Any]
+    slots: list[Any]
+    lookahead_slots: list[Any]
+
+
+@dataclass(slots=True)
+class Request:
+    """The arguments of `allocate_slots`; num_new None: all that remain of num_tokens."""
+
+    num_new: int | None
+    num_external: int
+    num_lookahead: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class Plan:
+    """Positions: [computed, start) external, [start, stop) new, [stop, end) lookahead. Lists have an entry per group.
+
+    tables: the current ones, or those to attach (-1: a block to swap in). attached: leading blocks from the index.
+    released: leading blocks out of sight. written: the partly filled block that is written and is shared or published,
+    or -1. copied: whether it is copied (or else unpublished). num_new_blocks: copy destinations, blocks to swap in,
+    blocks behind the table. num_freed: blocks that the release frees.
+    """
+
+    computed: int
+    start: int
+    stop: int
+    end: int
+    tables: list[array[int]]
+    attached: list[int]
+    released: list[int]
+    written: list[int]
+    copied: list[bool]
+    num_new_blocks: list[int]
+    num_freed: int = 0
+
+    @property
+    def num_needed(self) -> int:
+        return sum(self.num_new_blocks) - self.num_freed
+
+
+def allocate(manager: KVCacheManager, seq: SequenceState, request: Request) -> Allocation | None:
+    """Serves a running sequence."""
+    computed, end = seq.num_computed, _end(seq.num_computed, request)
+    if manager.causal and seq.num_computed < seq.fast_end and end <= seq.fast_end:
+        _check_external(request, computed)
+        start = computed + request.num_external
+        stop = end - request.num_lookahead
+        seq.num_granted = max(seq.num_granted, end)
+        return _result(manager, seq, 0, [[] for _ in seq.tables], start, stop, end)
+    plan = make_plan(manager, seq, seq.num_computed, seq.tables, request)
+    if plan.num_needed > manager.pool.num_free:
+        return None
+    new_blocks = apply_plan(manager, seq, plan)
+    return _result(manager, seq, 0, new_blocks, plan.start, plan.stop, plan.end)
+
+
+def admit(manager: KVCacheManager, seq: SequenceState, request: Request) -> Allocation | None:
+    """Serves a sequence that holds no blocks: attaches what is cached, or swaps in."""
+    if seq.host is not None:
+        cached = seq.num_computed
+        plan = _admission(manager, seq, cached, _swapped_tables(manager, seq), request)
+    else:
+        hit = _find(manager, seq)
+        cached = hit.num_tokens + hit.tail_tokens
+        plan = _admission(manager, seq, cached, hit.with_tail(), request)
+        if plan is None and hit.tail_tokens:
+            cached = hit.num_tokens
+            plan = _admission(manager, seq, cached, hit.tables, request)
+    if plan is None:
+        return None
+    seq.num_hit = cached
+    if seq.host is None and manager.prefix_caching:
+        manager.recent_hits.append((seq.num_tokens, cached))
+    new_blocks = apply_plan(manager, seq, plan)
+    return _result(manager, seq, cached, new_blocks, plan.start, plan.stop, plan.end)
+
+
+def _admission(
+    manager: KVCacheManager, seq: SequenceState, cached: int, tables: list[array[int]], request: Request
+) -> Plan | None:
+    """A plan that leaves the watermark free, unless nothing else runs."""
+    plan = make_plan(manager, seq, cached, tables, request)
+    available = manager.pool.num_free - sum(map(manager.pool.num_taken_from_free, tables))
+    if manager.num_running:
+        available -= manager.watermark_blocks
+    return plan if plan.num_needed <= available else None
+
+
+def _find(manager: KVCacheManager, seq: SequenceState) -> Hit:
+    if not manager.prefix_caching:
+        return Hit(0, [array("q") for _ in manager.groups])
+    chain = seq.links()
+    hit = manager.lookup.find(chain, seq.tokens, seq.keys, min(seq.num_known, seq.num_tokens - 1))
+    seq.keep_links(chain)
+    return hit
+
+
+def _swapped_tables(manager: KVCacheManager, seq: SequenceState) -> list[array[int]]:
+    """Tables of a swapped sequence: cached blocks where the pool still has them, -1 where the host block is needed."""
+    assert seq.host is not None
+    tables = []
+    chain = seq.links()
+    for number, (group, hosts) in enumerate(zip(manager.groups, seq.host, strict=True)):
+        full = min(seq.num_computed, seq.num_known) // group.block_size if manager.prefix_caching else 0
+        manager.hasher.extend(chain, seq.tokens, seq.keys, full * group.chunks_per_block)
+        table = array("q")
+        for block, host in enumerate(hosts):
+            found = manager.lookup.block_at(number, chain, block) if block < full and host >= 0 else 0
+            table.append(found or (0 if host < 0 else -1))
+        tables.append(table)
+    seq.keep_links(chain)
+    return tables
+
+
+def _end(computed: int, request: Request) -> int:
+    start = computed + request.num_external
+    stop = request.num_tokens if request.num_new is None else min(start + request.num_new, request.num_tokens)
+    return stop + request.num_lookahead
+
+
+def _check_external(request: Request, computed: int) -> None:
+    if request.num_external > request.num_tokens - computed:
+        raise InvalidArgumentError(
+            f"num_external_tokens: expected at most the {request.num_tokens - computed} tokens after the {computed} "
+            f"computed ones, got {request.num_external}"
+        )
+
+
+def make_plan(
+    manager: KVCacheManager, seq: SequenceState, computed: int, tables: list[array[int]], request: Request
+) -> Plan:
+    """Works out what the request takes; changes nothing."""
+    _check_external(request, computed)
+    end = _end(computed, request)
+    plan = Plan(computed, computed + request.num_external, end - request.num_lookahead, end, tables, [], [], [], [], [])
+    if not manager.causal and plan.stop < request.num_tokens:
+        raise NonCausalError(
+            f"num_new_tokens: attention is not causal, expected all {request.num_tokens - plan.start} tokens at once, "
+            f"got {request.num_new}"
+        )
+    pool = manager.pool
+    for number, (group, table) in enumerate(zip(manager.groups, tables, strict=True)):
+        num_swapped = 0
+        if seq.running:
+            attached = seq.attached[number]
+            released = max(seq.released[number], group.num_released(computed))
+            for block in table[seq.released[number] : released]:
+                plan.num_freed += pool.refs[block] == 1 and block not in pool.pins
+        else:
+            released = _leading(table, 0)
+            num_swapped = sum(block < 0 for block in table) if seq.host is not None else 0
+            attached = len(table) - (_leading(table[::-1], -1) if num_swapped else 0)
+        written = _written_block(manager, seq, table, plan, group.block_size)
+        copied = written >= 0 and (not seq.running or pool.refs[table[written]] > 1 or written < attached)
+        plan.attached.append(attached)
+        plan.released.append(released)
+        plan.written.append(written)
+        plan.copied.append(copied)
+        plan.num_new_blocks.append(copied + num_swapped + max(0, -(-end // group.block_size) - len(table)))
+    return plan
+
+
+def _written_block(manager: KVCacheManager, seq: SequenceState, table: array[int], plan: Plan, block_size: int) -> int:
+    index, offset = divmod(plan.computed, block_size)
+    if offset == 0 or plan.end == plan.computed or table[index] < 0:
+        return -1
+    pool = manager.pool
+    shared = not seq.running or pool.refs[table[index]] > 1 or pool.is_published(table[index])
+    return index if shared else -1
+
+
+def apply_plan(manager: KVCacheManager, seq: SequenceState, plan: Plan) -> list[list[int]]:
+    """Carries out a plan that the free blocks can serve; gives the new blocks per group."""
+    pool = manager.pool
+    if seq.running:
+        _release_windows(manager, seq, plan.released)
+    else:
+        for table in plan.tables:
+            pool.acquire(table)
+        seq.tables = [table[:] for table in plan.tables]
+        seq.attached = tuple(plan.attached)
+        seq.released = tuple(plan.released)
+        if seq.host is None:
+            seq.published = tuple(plan.computed // group.block_size for group in manager.groups)
+        seq.running = True
+        manager.num_running += 1
+    new_blocks = []
+    for number, table in enumerate(seq.tables):
+        fresh = pool.get_new_blocks(plan.num_new_blocks[number])
+        new_blocks.append(fresh)
+        used = _make_writable(manager, seq, number, plan, fresh)
+        if seq.host is not None:
+            for index, host in enumerate(seq.host[number]):
+                if table[index] < 0:
+                    table[index] = fresh[used]
+                    manager.transfers.swap_in(host, fresh[used])
+                    used += 1
+        table.extend(fresh[used:])
+    drop_host(manager, seq)
+    seq.num_computed = plan.computed
+    seq.num_granted = max(seq.num_granted, plan.end)
+    note_limits(manager, seq, writable=plan.end > plan.computed)
+    return new_blocks
+
+
+def _make_writable(manager: KVCacheManager, seq: SequenceState, number: int, plan: Plan, fresh: list[int]) -> int:
+    """Copies or unpublishes the block that is written; gives the number of fresh blocks used."""
+    written = plan.written[number]
+    if written < 0:
+        return 0
+    source = seq.tables[number][written]
+    seq.published = lowered(seq.published, number, written)
+    if not plan.copied[number]:
+        manager.pool.unpublish(source)
+        return 0
+    seq.tables[number][written] = fresh[0]
+    seq.attached = lowered(seq.attached, number, written)
+    manager.transfers.copy(source, fresh[0])
+    drop_blocks(manager, [source])
+    return 1
+
+
+def _release_windows(manager: KVCacheManager, seq: SequenceState, released: list[int]) -> None:
+    dropped = []
+    for number, table in enumerate(seq.tables):
+        for index in range(seq.released[number], released[number]):
+            dropped.append(table[index])
+            table[index] = 0
+    if dropped:
+        seq.released = tuple(released)
+        drop_blocks(manager, dropped)
+
+
+def note_limits(manager: KVCacheManager, seq: SequenceState, *, writable: bool) -> None:
+    """Settles fast_end (0 unless the written blocks are known to be the sequence's own) and publish_at."""
+    fast_end = publish_at = NEVER
+    for number, group in enumerate(manager.groups):
+        end = len(seq.tables[number]) * group.block_size
+        fast_end = min(fast_end, end, group.next_release(seq.released[number]))
+        publish_at = min(publish_at, (seq.published[number] + 1) * group.block_size)
+    seq.fast_end = fast_end if writable else 0
+    seq.publish_at = publish_at if manager.prefix_caching else NEVER
+
+
+def _result(
+    manager: KVCacheManager,
+    seq: SequenceState,
+    cached: int,
+    new_blocks: list[list[int]],
+    start: int,
+    stop: int,
+    end: int,
+) -> Allocation:
+    tables = [table.tolist() for table in seq.tables]
+    slots = [_slots(table, group.block_size, start, stop) for table, group in zip(tables, manager.groups, strict=True)]
+    ahead = [_slots(table, group.block_size, stop, end) for table, group in zip(tables, manager.groups, strict=True)]
+    if manager.grouped:
+        return Allocation(cached, tables, new_blocks, slots, ahead)
+    return Allocation(cached, tables[0], new_blocks[0], slots[0], ahead[0])
+
+
+def _slots(table: Sequence[int], block_size: int, start: int, stop: int) -> list[int]:
+    slots: list[int] = []
+    while start < stop:
+        block, offset = divmod(start, block_size)
+        count = min(stop - start, block_size - offset)
+        first = table[block] * block_size + offset
+        slots.extend(range(first, first + count))
+        start += count
+    return slots
+
+
+def _leading(blocks: Sequence[int], value: int) -> int:
+    """How many entries at the start equal `value`."""
+    return next((index for index, block in enumerate(blocks) if block != value), len(blocks))

@@ -1,0 +1,236 @@
+"""The static buffers a model step reads: block table, slot mapping, sequence lengths and query offsets.
+
+All four are views of one host buffer and of one device buffer, so that a step costs one copy; on CPU both are the same
+memory and nothing is copied. Addresses and shapes never change: a captured graph stays valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pagedkv.errors import InvalidArgumentError
+
+NULL_BLOCK = 0
+PADDING_SLOT = -1
+
+Ints = Sequence[int] | npt.NDArray[np.integer]
+
+
+class BlockTable:
+    """Rows of block ids for up to `max_num_seqs` sequences, and the slots of one step's tokens.
+
+    Row r is the r-th sequence of the batch: rows are kept packed from 0 (`move_row`). Entries past a row's blocks are
+    the null block, slots past the step's tokens -1, and rows past the batch empty, whatever was there before.
+
+    Args:
+        max_num_seqs, max_num_blocks: rows and columns of the table.
+        max_num_tokens: slots of a step, over all its sequences.
+        block_size: tokens per block.
+        device: where the kernels read; the host side is pinned when that is CUDA.
+
+    Attributes (host numpy views, and device tensors with the same shapes in `tensors`):
+        block_table [max_num_seqs, max_num_blocks] int32, slot_mapping [max_num_tokens] int64,
+        seq_lens [max_num_seqs] int32, cu_seqlens_q [max_num_seqs + 1] int32.
+
+    Raises:
+        InvalidArgumentError: a size below 1; in the methods a row or a count that does not fit. Nothing changes then.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_num_blocks: int,
+        max_num_tokens: int,
+        block_size: int,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        for name, size in (
+            ("max_num_seqs", max_num_seqs),
+            ("max_num_blocks", max_num_blocks),
+            ("max_num_tokens", max_num_tokens),
+            ("block_size", block_size),
+        ):
+            if size < 1:
+                raise InvalidArgumentError(f"{name}: expected at least 1, got {size}")
+        self.max_num_seqs = max_num_seqs
+        self.max_num_blocks = max_num_blocks
+        self.max_num_tokens = max_num_tokens
+        self.block_size = block_size
+        self.device = torch.device(device)
+        on_cuda = self.device.type == "cuda"
+        # int64 slots first keeps them aligned; the table comes last, so that only its used rows are copied
+        num_words = 2 * max_num_tokens + 2 * max_num_seqs + 1 + max_num_seqs * max_num_blocks
+        with torch.inference_mode(False):
+            self._host = torch.zeros(num_words + 1, dtype=torch.int32, pin_memory=on_cuda)
+            self._device = torch.zeros_like(self._host, device=device) if self._is_copied else self._host
+        self._copied: torch.cuda.Event | None = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
+        self._in_flight = False
+        host = self._views(self._host)
+        self.tensors = self._views(self._device)
+        self.slot_mapping: npt.NDArray[np.int64] = host["slot_mapping"].numpy()
+        self.seq_lens: npt.NDArray[np.int32] = host["seq_lens"].numpy()
+        self.cu_seqlens_q: npt.NDArray[np.int32] = host["cu_seqlens_q"].numpy()
+        self.block_table: npt.NDArray[np.int32] = host["block_table"].numpy()
+        self.slot_mapping[:] = PADDING_SLOT
+        self.row_blocks = np.zeros(max_num_seqs, np.int64)  # entries in use, per row
+        self._rows = np.arange(max_num_seqs + 1)
+        if self._is_copied:
+            self._device.copy_(self._host)
+
+    @property
+    def _is_copied(self) -> bool:
+        return self.device.type != "cpu"
+
+    def _views(self, buffer: Tensor) -> dict[str, Tensor]:
+        slots, seqs = 2 * self.max_num_tokens, self.max_num_seqs
+        table = slots + 2 * seqs + 1
+        return {
+            "slot_mapping": buffer[:slots].view(torch.int64),
+            "seq_lens": buffer[slots : slots + seqs],
+            "cu_seqlens_q": buffer[slots + seqs : table],
+            "block_table": buffer[table : table + seqs * self.max_num_blocks].view(seqs, self.max_num_blocks),
+        }
+
+    # Rows.
+
+    def set_row(self, row: int, block_ids: Ints) -> None:
+        """Puts a whole table into a row; what the row held behind it is cleaned."""
+        count = len(block_ids)
+        self._check_row(row, count)
+        self._wait()
+        entries = self.block_table[row]
+        entries[:count] = block_ids
+        entries[count : self.row_blocks[row]] = NULL_BLOCK
+        self.row_blocks[row] = count
+
+    def append_row(self, row: int, block_ids: Ints) -> None:
+        """Adds blocks at the end of a row."""
+        if not len(block_ids):
+            return
+        self._check_row(row, 0)
+        start = int(self.row_blocks[row])
+        self._check_row(row, start + len(block_ids))
+        self._wait()
+        self.block_table[row, start : start + len(block_ids)] = block_ids
+        self.row_blocks[row] = start + len(block_ids)
+
+    def set_entries(self, rows: Ints, columns: Ints, block_ids: Ints) -> None:
+        """Writes single entries: new blocks behind rows, copies in their places. One call for a whole batch."""
+        if not len(rows):
+            return
+        rows, columns = np.asarray(rows), np.asarray(columns)
+        if (
+            rows.min() < 0
+            or rows.max() >= self.max_num_seqs
+            or columns.min() < 0
+            or columns.max() >= self.max_num_blocks
+        ):
+            raise InvalidArgumentError(
+                f"rows, columns: expected entries of a {self.max_num_seqs} x {self.max_num_blocks} table, got rows "
+                f"{rows.min()}..{rows.max()} and columns {columns.min()}..{columns.max()}"
+            )
+        self._wait()
+        self.block_table[rows, columns] = block_ids
+        np.maximum.at(self.row_blocks, rows, columns + 1)
+
+    def clear_row(self, row: int) -> None:
+        self.set_row(row, ())
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Moves a row, leaving an empty one: the last row into the place of a finished one, say."""
+        self._check_row(source, 0)
+        count = int(self.row_blocks[source])
+        self.set_row(destination, self.block_table[source, :count])
+        if source != destination:
+            self.clear_row(source)
+
+    # A step.
+
+    def fill(
+        self,
+        num_computed: Ints,
+        num_new: Ints | None = None,
+    ) -> int:
+        """Writes lengths, query offsets and slots of a batch, and cleans what lies behind it.
+
+        num_computed: tokens written before, per sequence. num_new: tokens of this step, one each by default.
+        Returns the number of tokens. Rows from len(num_computed) on are emptied.
+        """
+        computed = np.asarray(num_computed, np.int64)
+        num_seqs = len(computed)
+        fresh = np.ones(num_seqs, np.int64) if num_new is None else np.asarray(num_new, np.int64)
+        lengths = self._check_step(computed, fresh)
+        self._wait()
+        if num_new is None:
+            rows, positions, total = self._rows[:num_seqs], computed, num_seqs
+            self.cu_seqlens_q[: num_seqs + 1] = self._rows[: num_seqs + 1]
+        else:
+            ends = np.cumsum(fresh)
+            total = int(ends[-1]) if num_seqs else 0
+            rows = np.repeat(self._rows[:num_seqs], fresh)
+            positions = np.arange(total) + np.repeat(computed - ends + fresh, fresh)
+            self.cu_seqlens_q[0] = 0
+            self.cu_seqlens_q[1 : num_seqs + 1] = ends
+        blocks, offsets = np.divmod(positions, self.block_size)
+        self.slot_mapping[:total] = self.block_table[rows, blocks] * np.int64(self.block_size) + offsets
+        self.slot_mapping[total:] = PADDING_SLOT
+        self.seq_lens[:num_seqs] = lengths
+        self.seq_lens[num_seqs:] = 0
+        self.cu_seqlens_q[num_seqs + 1 :] = total
+        for row in np.flatnonzero(self.row_blocks[num_seqs:]) + num_seqs:
+            self.clear_row(int(row))
+        return total
+
+    def upload(self, num_seqs: int | None = None) -> None:
+        """Copies the host side to the device, the first `num_seqs` rows (all by default), in one non-blocking copy."""
+        if not self._is_copied:
+            return
+        rows = self.max_num_seqs if num_seqs is None else num_seqs
+        self._check_row(rows - 1, 0)
+        used = len(self._host) - 1 - (self.max_num_seqs - rows) * self.max_num_blocks
+        self._device[:used].copy_(self._host[:used], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+            self._in_flight = True
+
+    def _wait(self) -> None:
+        """Host memory may not change while a copy still reads it."""
+        if self._in_flight and self._copied is not None:
+            self._copied.synchronize()
+            self._in_flight = False
+
+    def _check_row(self, row: int, num_blocks: int) -> None:
+        if not 0 <= row < self.max_num_seqs:
+            raise InvalidArgumentError(f"row: expected 0..{self.max_num_seqs - 1}, got {row}")
+        if num_blocks > self.max_num_blocks:
+            raise InvalidArgumentError(f"block_ids: expected at most {self.max_num_blocks} in a row, got {num_blocks}")
+
+    def _check_step(self, computed: npt.NDArray[np.int64], fresh: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The lengths after the step."""
+        num_seqs = len(computed)
+        if len(fresh) != num_seqs or num_seqs > self.max_num_seqs:
+            raise InvalidArgumentError(
+                f"num_computed, num_new: expected equally many, at most {self.max_num_seqs}, got {num_seqs} and "
+                f"{len(fresh)}"
+            )
+        lengths = computed + fresh
+        if num_seqs == 0:
+            return lengths
+        if fresh.sum() > self.max_num_tokens or fresh.min() < 0 or computed.min() < 0:
+            raise InvalidArgumentError(
+                f"num_new: expected at least 0 each and at most {self.max_num_tokens} together, got {fresh.tolist()} "
+                f"after {computed.tolist()} computed"
+            )
+        short = lengths > self.row_blocks[:num_seqs] * self.block_size
+        if short.any():
+            row = int(np.flatnonzero(short)[0])
+            raise InvalidArgumentError(
+                f"row {row}: {self.row_blocks[row]} blocks of {self.block_size} do not hold {lengths[row]} tokens"
+            )
+        return lengths

@@ -1,0 +1,184 @@
+"""The tensors behind block ids: one key and one value tensor per layer, all with the same numbering of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+import pagedkv_ops
+
+Pairs = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What an attention layer stores per token: ``num_kv_heads`` keys of ``head_size``, values of ``v_head_size``."""
+
+    num_kv_heads: int
+    head_size: int
+    v_head_size: int | None = None  # as head_size
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+
+    def bytes_per_token(self) -> int:
+        v_head_size = self.head_size if self.v_head_size is None else self.v_head_size
+        return self.num_kv_heads * (self.head_size + v_head_size) * self.dtype.itemsize
+
+
+class PagedKVCache:
+    """Key and value tensors [num_blocks, block_size, num_kv_heads, head_size] for every layer.
+
+    Each layer has separate storages for K and V: compiled graphs then need no clone of a cache. Memory is stored head
+    by head inside a block (``layout="HND"``, a transposed view of [num_blocks, num_kv_heads, block_size, head_size]),
+    so that the CPU kernels stream each head's rows; ``layout="NHD"`` stores it token by token. On CPU, pages of memory
+    are touched only as blocks are used.
+
+    Args:
+        num_blocks: blocks per layer, the null block 0 included.
+        block_size: tokens per block.
+        layers: one :class:`LayerSpec` per attention layer.
+        groups: lists of layer indices, for a manager with groups: the i-th layers of all groups share one pair of
+            tensors, so they must have equal specs. Default: every layer has its own.
+        num_host_blocks: blocks of a host pool for :meth:`swap`, pinned when a layer is on CUDA; allocated on first use.
+
+    Attributes:
+        key_caches, value_caches: per layer, the logical [num_blocks, block_size, num_kv_heads, head_size] views.
+
+    Raises:
+        ValueError: a size below 1, an unknown layout, groups that do not name each layer once or pair unequal layers.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        layers: Sequence[LayerSpec],
+        *,
+        groups: Sequence[Sequence[int]] | None = None,
+        layout: str = "HND",
+        num_host_blocks: int = 0,
+    ) -> None:
+        if num_blocks < 2 or block_size < 1 or not layers:
+            raise ValueError(
+                "PagedKVCache: num_blocks must be at least 2 (one is the null block), block_size at least 1 and layers "
+                f"not empty, got {num_blocks}, {block_size} and {len(layers)} layers"
+            )
+        if layout not in ("HND", "NHD"):
+            raise ValueError(f"PagedKVCache: layout must be HND or NHD, got {layout}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.layers = list(layers)
+        self.layout = layout
+        self.num_host_blocks = num_host_blocks
+        self._storage = _storage_plan(self.layers, groups)
+        pairs = [self._allocate(num_blocks, self.layers[plan[0]]) for plan in self._storage]
+        self.key_caches: list[Tensor] = [torch.empty(0)] * len(layers)
+        self.value_caches: list[Tensor] = [torch.empty(0)] * len(layers)
+        for plan, (key_cache, value_cache) in zip(self._storage, pairs, strict=True):
+            for layer in plan:
+                self.key_caches[layer], self.value_caches[layer] = key_cache, value_cache
+        self._tensors = [tensor for pair in pairs for tensor in pair]
+        self._host: list[Tensor] | None = None
+
+    def _allocate(self, num_blocks: int, spec: LayerSpec, pin_memory: bool = False) -> tuple[Tensor, Tensor]:
+        v_head_size = spec.head_size if spec.v_head_size is None else spec.v_head_size
+        return (
+            self._tensor(num_blocks, spec, spec.head_size, pin_memory),
+            self._tensor(num_blocks, spec, v_head_size, pin_memory),
+        )
+
+    def _tensor(self, num_blocks: int, spec: LayerSpec, head_size: int, pin_memory: bool) -> Tensor:
+        # an inference tensor could not be written under plain no_grad later
+        with torch.inference_mode(False):
+            rows = (
+                (spec.num_kv_heads, self.block_size) if self.layout == "HND" else (self.block_size, spec.num_kv_heads)
+            )
+            tensor = torch.empty(
+                num_blocks, *rows, head_size, dtype=spec.dtype, device=spec.device, pin_memory=pin_memory
+            )
+            return tensor.transpose(1, 2) if self.layout == "HND" else tensor
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return sum(tensor[0].numel() * tensor.element_size() for tensor in self._tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved on the layers' devices."""
+        return self.num_blocks * self.block_bytes
+
+    def copy(self, pairs: Pairs) -> None:
+        """Apply ``manager.take_copies()``: (source, destination) blocks, in every layer; one op call per device.
+
+        Raises:
+            RuntimeError: an id out of range or a destination twice (CPU); nothing is copied then.
+        """
+        if not pairs:
+            return
+        mapping = torch.tensor(pairs, dtype=torch.int64)
+        for device, tensors in self._by_device().items():
+            pagedkv_ops.copy_blocks(tensors, mapping.to(device))
+
+    def swap_out(self, pairs: Pairs) -> None:
+        """Copy (device block, host block) pairs to the host pool, in every layer.
+
+        Raises:
+            RuntimeError: an id out of range.
+        """
+        self._swap(pairs, to_host=True)
+
+    def swap_in(self, pairs: Pairs) -> None:
+        """Copy (host block, device block) pairs back from the host pool, in every layer.
+
+        Raises:
+            RuntimeError: an id out of range.
+        """
+        self._swap(pairs, to_host=False)
+
+    def apply(self, swaps: tuple[Pairs, Pairs], copies: Pairs) -> None:
+        """Apply a step's pending block moves in the order the manager's contract gives: swap-outs, copies, swap-ins."""
+        swap_out, swap_in = swaps
+        self.swap_out(swap_out)
+        self.copy(copies)
+        self.swap_in(swap_in)
+
+    def _swap(self, pairs: Pairs, to_host: bool) -> None:
+        if not pairs:
+            return
+        mapping = torch.tensor(pairs, dtype=torch.int64)
+        for device_tensor, host_tensor in zip(self._tensors, self._host_tensors(), strict=True):
+            src, dst = (device_tensor, host_tensor) if to_host else (host_tensor, device_tensor)
+            pagedkv_ops.swap_blocks(src, dst, mapping)
+
+    def _host_tensors(self) -> list[Tensor]:
+        if self._host is None:
+            specs = [self.layers[plan[0]] for plan in self._storage]
+            pin = any(torch.device(spec.device).type == "cuda" for spec in specs)
+            host_specs = [replace(spec, device="cpu") for spec in specs]
+            self._host = [t for spec in host_specs for t in self._allocate(self.num_host_blocks, spec, pin)]
+        return self._host
+
+    def _by_device(self) -> dict[torch.device, list[Tensor]]:
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for tensor in self._tensors:
+            by_device.setdefault(tensor.device, []).append(tensor)
+        return by_device
+
+
+def _storage_plan(layers: Sequence[LayerSpec], groups: Sequence[Sequence[int]] | None) -> list[list[int]]:
+    """Layer indices by pair of tensors: the i-th layers of all groups together."""
+    if groups is None:
+        return [[layer] for layer in range(len(layers))]
+    if sorted(layer for group in groups for layer in group) != list(range(len(layers))):
+        raise ValueError(f"PagedKVCache: groups must name each of {len(layers)} layers once, got {groups}")
+    plan: list[list[int]] = []
+    for i in range(max(len(group) for group in groups)):
+        row = [group[i] for group in groups if i < len(group)]
+        if any(layers[layer] != layers[row[0]] for layer in row):
+            raise ValueError(f"PagedKVCache: layers {row} share tensors but have unequal specs")
+        plan.append(row)
+    return plan

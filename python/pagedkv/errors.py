@@ -1,0 +1,53 @@
+"""Named errors of the KV manager. Every one is raised before anything changes."""
+
+
+class PagedKVError(Exception):
+    """Base of the errors below."""
+
+
+class InvalidArgumentError(PagedKVError, ValueError):
+    """An argument has a value or a type that is not accepted."""
+
+
+class UnknownSequenceError(PagedKVError, LookupError):
+    """No sequence of that id: never added, or freed already."""
+
+
+class DuplicateSequenceError(PagedKVError, ValueError):
+    """A sequence of that id exists, or one call names an id twice."""
+
+
+class UnknownBlockError(PagedKVError, LookupError):
+    """A block id outside the pool, or the null block."""
+
+
+class BlockReferenceError(PagedKVError, ValueError):
+    """A block would be freed more often than it is referenced, or published while it is free."""
+
+
+class OutOfBlocksError(PagedKVError, RuntimeError):
+    """The pool has fewer free blocks than were asked for."""
+
+
+class CommitError(PagedKVError, ValueError):
+    """More tokens are committed than exist, or than were granted slots."""
+
+
+class PendingCopyError(PagedKVError, RuntimeError):
+    """A block is used whose content a copy or a swap, not yet taken, still has to bring."""
+
+
+class TruncationError(PagedKVError, ValueError):
+    """The length is past the existing tokens, or negative."""
+
+
+class ReleasedPositionError(TruncationError):
+    """The next token would see positions whose blocks a window has given back."""
+
+
+class NonCausalError(PagedKVError, ValueError):
+    """Prefix caching or chunked prefill was asked for with attention that is not causal."""
+
+
+class IntegrityError(PagedKVError, AssertionError):
+    """`check_integrity` found a broken invariant."""

@@ -1,0 +1,85 @@
+"""Attention groups: layers that keep the same positions, and which positions those are."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagedkv.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """What a group of layers attends to.
+
+    kind: "full"; "sliding": the last `window` tokens, the token itself included; "chunked": the tokens of its own
+    chunk of `window` tokens. block_size: tokens per block, None for the manager's; groups share one pool, so their
+    blocks have equal bytes.
+    """
+
+    kind: str = "full"
+    window: int | None = None
+    block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("full", "sliding", "chunked"):
+            raise InvalidArgumentError(f'GroupSpec.kind: expected "full", "sliding" or "chunked", got {self.kind!r}')
+        if (self.window is None) != (self.kind == "full") or (self.window is not None and self.window < 1):
+            raise InvalidArgumentError(
+                f"GroupSpec.window: expected None for full and at least 1 otherwise, got {self.window} for {self.kind}"
+            )
+        if self.block_size is not None and self.block_size < 1:
+            raise InvalidArgumentError(f"GroupSpec.block_size: expected at least 1, got {self.block_size}")
+
+
+class Group:
+    """A spec with its block size settled and its arithmetic."""
+
+    __slots__ = ("block_size", "chunks_per_block", "is_full", "kind", "window")
+
+    def __init__(self, spec: GroupSpec, block_size: int) -> None:
+        self.kind = spec.kind
+        self.window = spec.window or 0
+        self.is_full = spec.kind == "full"
+        self.block_size = spec.block_size or block_size
+        self.chunks_per_block = 1  # hash chunks, set by resolve_groups
+
+    def first_visible(self, position: int) -> int:
+        """The first position that a query at `position`, or at any later one, sees."""
+        if self.is_full:
+            return 0
+        if self.kind == "sliding":
+            return max(0, position - self.window + 1)
+        return position // self.window * self.window
+
+    def num_released(self, num_computed: int) -> int:
+        """Leading blocks that no token at `num_computed` or later sees."""
+        return self.first_visible(num_computed) // self.block_size
+
+    def next_release(self, num_released: int) -> int:
+        """The computed tokens at which more than `num_released` leading blocks are out of sight."""
+        if self.is_full:
+            return sys.maxsize
+        first = (num_released + 1) * self.block_size
+        return first + self.window - 1 if self.kind == "sliding" else -(-first // self.window) * self.window
+
+    def first_needed(self, num_blocks: int) -> int:
+        """The first block that a hit of `num_blocks` blocks needs.
+
+        The last one is always needed, even where no later token sees it: it proves that the prefix was computed.
+        """
+        return min(self.first_visible(num_blocks * self.block_size) // self.block_size, num_blocks - 1)
+
+
+def resolve_groups(specs: Sequence[GroupSpec], block_size: int) -> tuple[list[Group], int, int]:
+    """Groups, the tokens hashed at once (greatest common divisor), the granularity of hits (least common multiple)."""
+    if not specs:
+        raise InvalidArgumentError("groups: expected at least one GroupSpec, got none")
+    groups = [Group(spec, block_size) for spec in specs]
+    sizes = [group.block_size for group in groups]
+    chunk = math.gcd(*sizes)
+    for group in groups:
+        group.chunks_per_block = group.block_size // chunk
+    return groups, chunk, math.lcm(*sizes)

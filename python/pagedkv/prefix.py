@@ -1,0 +1,229 @@
+"""Prefix identity: a canonical byte encoding, extra keys, and the chain of hashes over a sequence's chunks of tokens.
+
+A chunk's hash covers its parent's hash, its tokens (8 bytes each, little-endian) and its extra keys; the salt enters
+the first chunk alone. Nothing depends on the process: no pickle, no `hash()`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pagedkv.errors import InvalidArgumentError
+
+TOKEN_BYTES = 8
+HashFn = Callable[[bytes], bytes]
+ExtraKeys = Sequence[tuple[Any, ...]]
+Extras = tuple[tuple[bytes, int], ...]  # (encoded pair, first position in the chunk it concerns), sorted
+NO_EXTRAS: Extras = ()
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One chunk of a prefix, and through `parent` everything before it."""
+
+    hash: bytes
+    parent: Link | None
+    tokens: bytes
+    extras: Extras
+
+
+def pack_tokens(token_ids: Any, name: str = "token_ids") -> array[int] | int:
+    """Token ids as an array of their own; a count (ids unknown) is given back as it is."""
+    if hasattr(token_ids, "tolist"):
+        token_ids = token_ids.tolist()
+    if isinstance(token_ids, int) and not isinstance(token_ids, bool):
+        if token_ids < 0:
+            raise InvalidArgumentError(f"{name}: expected ids or a count of at least 0, got {token_ids}")
+        return token_ids
+    if isinstance(token_ids, str | bytes | bytearray):
+        raise InvalidArgumentError(f"{name}: expected ints, got {type(token_ids).__name__}")
+    tokens = array("q")
+    try:
+        # half the time of array("q", token_ids)
+        tokens.frombytes(struct.pack(f"{len(token_ids)}q", *token_ids))
+    except (TypeError, struct.error) as error:
+        raise InvalidArgumentError(f"{name}: expected a sequence of 64-bit ints, or a count ({error})") from None
+    return tokens
+
+
+def unpack_tokens(data: bytes) -> tuple[int, ...]:
+    """The ids that `to_bytes` packed."""
+    return struct.unpack(f"<{len(data) // TOKEN_BYTES}q", data)
+
+
+def to_bytes(tokens: array[int], start: int, stop: int) -> bytes:
+    """tokens[start:stop] as little-endian int64."""
+    part = tokens[start:stop]
+    if sys.byteorder == "big":
+        part.byteswap()
+    return part.tobytes()
+
+
+def encode(value: Any) -> bytes:
+    """A self-delimiting encoding of plain values: equal bytes exactly for equal values of one type."""
+    if value is None:
+        return b"N"
+    if isinstance(value, bool):
+        return b"B1" if value else b"B0"
+    if isinstance(value, str):
+        return _sized(b"S", value.encode("utf-8", "surrogatepass"))
+    if isinstance(value, bytes | bytearray):
+        return _sized(b"Y", bytes(value))
+    if isinstance(value, float):
+        return b"F" + struct.pack("<d", value)
+    if isinstance(value, list | tuple):
+        return _sized(b"T", b"".join(map(encode, value)))
+    if isinstance(value, set | frozenset):
+        return _sized(b"E", b"".join(sorted(map(encode, value))))
+    if isinstance(value, dict):
+        return _sized(b"D", b"".join(sorted(encode(key) + encode(item) for key, item in value.items())))
+    try:
+        return _sized(b"I", b"%d" % operator.index(value))
+    except TypeError:
+        raise InvalidArgumentError(
+            "extra_keys, cache_salt: expected plain values (None, bool, int, float, str, bytes, containers of them), "
+            f"got {type(value).__name__}"
+        ) from None
+
+
+def _sized(tag: bytes, body: bytes) -> bytes:
+    return tag + struct.pack("<Q", len(body)) + body
+
+
+class KeySet:
+    """The extra keys and the salt of one sequence, encoded once.
+
+    Pairs (kind, value) concern every chunk; (kind, value, start, end) the chunks that overlap positions [start, end),
+    with the offset of `start` in the chunk.
+    """
+
+    __slots__ = ("_first", "_ranges", "_whole", "salt")
+
+    def __init__(self, extra_keys: ExtraKeys, cache_salt: Any) -> None:
+        whole: set[tuple[bytes, int]] = set()
+        self._ranges: list[tuple[bytes, int, int]] = []
+        for key in extra_keys:
+            if not isinstance(key, tuple | list) or len(key) not in (2, 4) or not isinstance(key[0], str):
+                raise InvalidArgumentError(
+                    f"extra_keys: expected (kind, value) or (kind, value, start, end) with a str kind, got {key!r}"
+                )
+            pair = encode(key[0]) + encode(key[1])
+            if len(key) == 2:
+                whole.add((b"K" + pair, 0))
+                continue
+            start, end = key[2], key[3]
+            if not (isinstance(start, int) and isinstance(end, int) and 0 <= start < end):
+                raise InvalidArgumentError(f"extra_keys: expected 0 <= start < end, got {start!r}, {end!r} in {key!r}")
+            self._ranges.append((pair, start, end))
+        self._whole = tuple(sorted(whole))
+        self.salt = None if cache_salt is None else b"Z" + encode(cache_salt)
+        self._first = self._whole if self.salt is None else tuple(sorted({*whole, (self.salt, 0)}))
+
+    def __bool__(self) -> bool:
+        return bool(self._first or self._ranges)
+
+    def at(self, start: int, stop: int) -> Extras:
+        """The encoded keys of the chunk at positions [start, stop)."""
+        common = self._whole if start else self._first
+        overlapping = [
+            (b"R" + pair + encode(low - start) + encode(min(high, stop) - start), max(low - start, 0))
+            for pair, low, high in self._ranges
+            if low < stop and high > start
+        ]
+        return tuple(sorted({*common, *overlapping})) if overlapping else common
+
+
+NO_KEYS = KeySet((), None)
+
+
+class ChainHasher:
+    """Extends chains of links over chunks of `chunk` tokens."""
+
+    def __init__(self, hash_fn: str | HashFn, chunk: int) -> None:
+        if not callable(hash_fn) and hash_fn != "sha256":
+            raise InvalidArgumentError(f'hash_fn: expected "sha256" or a callable from bytes to bytes, got {hash_fn!r}')
+        self._hash_fn = hash_fn if callable(hash_fn) else None
+        self.is_sha256 = self._hash_fn is None
+        self.chunk = chunk
+        self.root = self._digest(b"pagedkv prefix 1" + struct.pack("<Q", chunk))
+
+    def _digest(self, data: bytes) -> bytes:
+        if self._hash_fn is None:
+            return hashlib.sha256(data).digest()
+        digest = self._hash_fn(data)
+        if not isinstance(digest, bytes):
+            raise InvalidArgumentError(f"hash_fn: expected it to return bytes, got {type(digest).__name__}")
+        return digest
+
+    def extend(self, chain: list[Link], tokens: array[int], keys: KeySet, num_chunks: int) -> None:
+        """Appends links until `chain`, which starts at the first chunk, covers `num_chunks` full chunks of `tokens`."""
+        chain += self.grow(chain[-1] if chain else None, len(chain), tokens, keys, num_chunks)
+
+    def grow(self, tip: Link | None, first: int, tokens: array[int], keys: KeySet, stop: int) -> list[Link]:
+        """The links of chunks [first, stop), behind `tip`."""
+        links: list[Link] = []
+        if first >= stop:
+            return links
+        width = self.chunk * TOKEN_BYTES
+        data = to_bytes(tokens, first * self.chunk, stop * self.chunk)
+        parent_hash = tip.hash if tip else self.root
+        plain = not keys and self.is_sha256
+        sha256 = hashlib.sha256
+        for number in range(first, stop):
+            low = (number - first) * width
+            chunk = data[low : low + width]
+            if plain:
+                parent_hash, extras = sha256(parent_hash + chunk).digest(), NO_EXTRAS
+            else:
+                extras = keys.at(number * self.chunk, (number + 1) * self.chunk)
+                parent_hash = self._digest(b"".join((parent_hash, chunk, *(pair for pair, _ in extras))))
+            tip = Link(parent_hash, tip, chunk, extras)
+            links.append(tip)
+        return links
+
+
+def same_prefix(a: Link | None, b: Link | None) -> bool:
+    """Whether two links stand for equal content: the whole chain is compared, as hashes may collide."""
+    while a is not b:
+        if a is None or b is None or a.tokens != b.tokens or a.extras != b.extras:
+            return False
+        a, b = a.parent, b.parent
+    return True
+
+
+def adopt(chain: list[Link], number: int, link: Link) -> None:
+    """Puts `link`, equal to chain[number], and its ancestors in the place of the chain's own links.
+
+    Later comparisons then end at once, by identity. The links that follow get the new parent.
+    """
+    above = link
+    for after in range(number + 1, len(chain)):
+        own = chain[after]
+        chain[after] = above = Link(own.hash, above, own.tokens, own.extras)
+    current: Link | None = link
+    while current is not None and chain[number] is not current:
+        chain[number] = current
+        current = current.parent
+        number -= 1
+
+
+def common_tokens(link: Link, tokens: bytes, extras: Extras) -> int:
+    """How many leading tokens of a chunk agree with `tokens` and see the same extra keys."""
+    count = min(len(tokens), len(link.tokens)) // TOKEN_BYTES
+    for _, position in set(extras) ^ set(link.extras):
+        count = min(count, position)
+    low, high = 0, count
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tokens[: middle * TOKEN_BYTES] == link.tokens[: middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,106 @@
+"""What the manager knows about one sequence."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from pagedkv.prefix import KeySet, Link
+
+NEVER = sys.maxsize
+Counts = tuple[int, ...]
+
+
+def lowered(counts: Counts, number: int, limit: int) -> Counts:
+    """Counts with the entry of one group cut to a limit."""
+    return counts if counts[number] <= limit else (*counts[:number], limit, *counts[number + 1 :])
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """Lists have one entry per attention group; counts are tokens unless a name says blocks.
+
+    tokens: ids, fewer than num_tokens where they are unknown. tip: the link of the last of num_links chunks hashed.
+    num_granted: slots exist for the positions below. running: attached, and not preempted since.
+    published, attached, released: leading blocks offered to the prefix index, taken from it, given back.
+    host: host block ids of a swapped sequence, -1 where its table has the null block.
+    num_hit: tokens that came from the prefix cache at the last admission.
+    fast_end: tokens at positions below can be written without a look at any block: those blocks are this sequence's
+    own and unpublished, and no window gives anything back before. publish_at: computed tokens that fill a next block.
+    """
+
+    seq_id: Hashable
+    keys: KeySet
+    tokens: array[int]
+    num_tokens: int
+    num_groups: int
+    num_computed: int = 0
+    num_granted: int = 0
+    num_hit: int = 0
+    running: bool = False
+    tip: Link | None = None
+    num_links: int = 0
+    tables: list[array[int]] = field(init=False)
+    published: Counts = field(init=False)
+    attached: Counts = field(init=False)
+    released: Counts = field(init=False)
+    host: list[list[int]] | None = None
+    fast_end: int = 0
+    publish_at: int = NEVER
+
+    def __post_init__(self) -> None:
+        self.detach()
+
+    def detach(self) -> None:
+        """Forgets the blocks, which the caller has given back."""
+        self.tables = [array("q") for _ in range(self.num_groups)]
+        self.published = self.attached = self.released = (0,) * self.num_groups
+        self.num_granted = self.fast_end = 0
+        self.publish_at = NEVER
+        self.running = False
+
+    @property
+    def num_known(self) -> int:
+        """Leading tokens whose ids are known."""
+        return len(self.tokens)
+
+    def extend(self, tokens: array[int] | int) -> None:
+        """Adds tokens by id, or by count; ids behind unknown ones stay unknown."""
+        if isinstance(tokens, int):
+            self.num_tokens += tokens
+            return
+        if len(self.tokens) == self.num_tokens:
+            self.tokens.extend(tokens)
+        self.num_tokens += len(tokens)
+
+    def cut(self, num_tokens: int, chunk: int) -> None:
+        """Forgets the tokens past `num_tokens`; tables are the caller's."""
+        del self.tokens[num_tokens:]
+        self.cut_links(num_tokens // chunk)
+        self.num_tokens = num_tokens
+        self.num_computed = min(self.num_computed, num_tokens)
+        self.num_granted = min(self.num_granted, num_tokens)
+        self.fast_end = 0
+
+    def links(self, first: int = 0) -> list[Link]:
+        """The links of chunks [first, num_links)."""
+        links = []
+        link = self.tip
+        for _ in range(self.num_links - first):
+            assert link is not None
+            links.append(link)
+            link = link.parent
+        links.reverse()
+        return links
+
+    def keep_links(self, chain: list[Link]) -> None:
+        self.num_links = len(chain)
+        self.tip = chain[-1] if chain else None
+
+    def cut_links(self, num_links: int) -> None:
+        while self.num_links > num_links:
+            assert self.tip is not None
+            self.tip = self.tip.parent
+            self.num_links -= 1

@@ -1,0 +1,125 @@
+"""paged_attention_append: write and attention in one op, equal to the two ops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pagedkv_ops
+from pagedkv_ops import reference
+from pagedkv_ops.testing import assert_within_rounding
+
+from .builders import INDEX_DTYPES, Case, attention_options, make_case, pairwise, row_id
+
+LENGTHS = {
+    "decode": ((1, 1, 1), (1, 65, 640)),
+    "prefill": ((17, 1, 64), (17, 1, 64)),
+    "chunk": ((33, 5), (700, 96)),
+    "mixed": ((1, 40, 0, 3, 1), (130, 40, 9, 51, 0)),
+    "more_queries_than_keys": ((4, 6, 1), (2, 0, 3)),
+}
+GRID = pairwise(
+    3,
+    head_size=(13, 64, 80, 128),
+    block_size=(1, 3, 16, 544),
+    heads=((4, 4), (8, 2), (5, 1)),
+    lengths=tuple(LENGTHS),
+    mask=({}, {"window_left": 15}, {"causal": False, "window_right": 3}),
+    dtype=(torch.float32, torch.float16, torch.bfloat16),
+    cache_dtype=(torch.float32, torch.float16, torch.bfloat16),
+    v_head_size=(None, 24),
+    extras=({}, {"softcap": 2.0}, {"alibi": True, "sinks": True}),
+    layout=("nhd", "hnd", "interleaved"),
+    strided=(False, True),
+    index_dtype=INDEX_DTYPES,
+    fill=(math.nan, math.inf),
+    padding_rows=(0, 3),
+    num_splits=(0, 1, 5),
+)
+
+
+def assert_append(case: Case, append) -> None:
+    args = case.append_args()
+    out = append(*args, **case.options)
+    assert out.is_contiguous()
+    assert_within_rounding(out, case.dense()[0], case.dense(case.query.dtype)[0])
+    for actual, expected in zip(args[3:5], (case.key_cache, case.value_cache), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("row", GRID, ids=row_id)
+@pytest.mark.parametrize(
+    "append", [pagedkv_ops.paged_attention_append, reference.paged_attention_append], ids=["op", "reference"]
+)
+def test_grid_writes_and_attends(append, row):
+    row = dict(row)
+    query_lens, seq_lens = LENGTHS[row.pop("lengths")]
+    options = {**row.pop("mask"), **row.pop("extras"), "num_splits": row.pop("num_splits")}
+    options = attention_options(row["heads"][0], **options)
+    assert_append(make_case(query_lens=query_lens, seq_lens=seq_lens, options=options, **row), append)
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 70)), min_size=1, max_size=5),
+    block_size=st.integers(1, 20),
+    head_size=st.integers(1, 70),
+    padding_rows=st.integers(0, 3),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    window_left=st.integers(-1, 20),
+)
+def test_any_shape_writes_and_attends(lengths, window_left, **shape):
+    query_lens, seq_lens = zip(*lengths, strict=True)
+    case = make_case(query_lens=query_lens, seq_lens=seq_lens, options={"window_left": window_left}, **shape)
+    assert_append(case, pagedkv_ops.paged_attention_append)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_write_then_attend_bitwise(run, dtype):
+    case = make_case(query_lens=(3, 1), seq_lens=(9, 21), dtype=dtype)
+    query, key, value, key_cache, value_cache, slots, *rest = case.append_args()
+    fused = run(pagedkv_ops.paged_attention_append, *case.append_args())
+    pagedkv_ops.write_kv(key, value, key_cache, value_cache, slots)
+    separate = pagedkv_ops.paged_attention(query, key_cache, value_cache, *rest)
+    torch.testing.assert_close(fused, separate, rtol=0, atol=0)
+
+
+def test_metadata_shorter_than_the_batch(run):
+    """Four rows, three slots; row 3 has length 0 and a table of padding: zero, and nothing of it is written."""
+    key_cache = torch.full((2, 4, 1, 2), math.nan)
+    value_cache = key_cache.clone()
+    new = torch.tensor([1.0, 2.0, 3.0, 99.0])[:, None, None].expand(4, 1, 2).contiguous()
+    table, lengths = torch.tensor([[0], [1], [1], [-1]]), torch.tensor([1, 1, 2, 0])
+    slots = torch.tensor([0, 4, 5])
+    zeros = torch.zeros(4, 1, 2)
+    out = run(pagedkv_ops.paged_attention_append, zeros, new, new, key_cache, value_cache, slots, table, lengths)
+    assert out[:, 0, 0].tolist() == pytest.approx([1.0, 2.0, 2.5, 0.0])
+    assert out[3].tolist() == [[0.0, 0.0]]
+    assert int((~torch.isnan(key_cache[..., 0])).sum()) == 3
+
+
+def test_bad_table_is_found_before_the_write():
+    case = make_case(query_lens=(1, 1), seq_lens=(5, 9))
+    args = list(case.append_args())
+    before = args[3].clone(), args[4].clone()
+    args[6] = args[6].clone()
+    args[6][1, 1] = 10**6  # seen by the attention of the second sequence only
+    with pytest.raises(RuntimeError, match=r"block_table\[1, 1\] must be in 0\.\."):
+        pagedkv_ops.paged_attention_append(*args)
+    for now, then in zip(args[3:5], before, strict=True):
+        torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
+
+
+def test_appending_token_by_token_equals_one_prefill():
+    case = make_case(query_lens=(12,), seq_lens=(12,), heads=(4, 2))
+    query, key, value, key_cache, value_cache, slots, table, _, _ = case.append_args()
+    whole = pagedkv_ops.paged_attention(*case.args)
+    for t in range(12):
+        row = slice(t, t + 1)
+        out = pagedkv_ops.paged_attention_append(
+            query[row], key[row], value[row], key_cache, value_cache, slots[row], table, torch.tensor([t + 1])
+        )
+        torch.testing.assert_close(out[0], whole[t])
