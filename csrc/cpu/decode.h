@@ -35,7 +35,8 @@ struct TileContext {
 };
 
 // Running softmax of a pack of rows. `query` is padded with zeros to a multiple of 2 * kLanes columns and, unless it is
-// bfloat16 for dot_bf16, stored in the element order of load_pair. `acc` is in the order of load_pair (of zip_bits) too.
+// bfloat16 for dot_bf16, stored in the element order of load_pair. `acc` is in the order of load_pair (of zip_bits)
+// too.
 struct Pack {
   float* maximum;       // [kLanes]
   float* sum;           // [kLanes]
@@ -207,8 +208,8 @@ PAGEDKV_INLINE void accumulate_columns(const TileContext& c, const Pack& pack, c
   }
 }
 
-// The same with bfloat16 weights, two tokens per dot product: half the multiply-adds, for an error below that of rounding
-// the output to bfloat16.
+// The same with bfloat16 weights, two tokens per dot product: half the multiply-adds, for an error below that of
+// rounding the output to bfloat16.
 template <int kRows, int kPairs, bool kWhole>
 PAGEDKV_INLINE void dot_columns(const TileContext& c, const Pack& pack, const BFloat16* weights, int64_t column,
                                 int64_t columns) {
