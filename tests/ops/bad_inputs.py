@@ -12,33 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .builders import OUT_OF_RANGE, make_case
+from .builders import APPEND_ARGUMENTS, ATTENTION_ARGUMENTS, OUT_OF_RANGE, WRITE_ARGUMENTS, make_case
 
 Changes = dict[str, Any]
-
-_WRITE = ("key", "value", "key_cache", "value_cache", "slot_mapping")
-_ATTENTION = ("query", "key_cache", "value_cache", "block_table", "seq_lens", "cu_seqlens_q")
-_APPEND = (
-    "query",
-    "key",
-    "value",
-    "key_cache",
-    "value_cache",
-    "slot_mapping",
-    "block_table",
-    "seq_lens",
-    "cu_seqlens_q",
-)
 
 
 def good_call(op: str) -> dict[str, Any]:
     """Arguments by name; two sequences, T=4, Hq=4, Hkv=2, D=16, Dv=8, N=5, S=4, W=3."""
     case = make_case(query_lens=(3, 1), seq_lens=(7, 4), v_head_size=8)
-    append = dict(zip(_APPEND, case.append_args(), strict=True))
+    append = dict(zip(APPEND_ARGUMENTS, case.append_args(), strict=True))
     if op == "write_kv":
-        return {name: append[name] for name in _WRITE}
+        return {name: append[name] for name in WRITE_ARGUMENTS}
     if op in ("paged_attention", "paged_attention_with_lse"):
-        return dict(zip(_ATTENTION, case.args, strict=True))
+        return dict(zip(ATTENTION_ARGUMENTS, case.args, strict=True))
     if op == "paged_attention_append":
         return append
     if op == "merge_states":

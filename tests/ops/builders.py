@@ -18,6 +18,11 @@ from pagedkv_ops.testing import assert_within_rounding, dense_attention, poison
 OUT_OF_RANGE = 2**31 - 1  # an id that no cache holds: reading it must fail or crash
 INDEX_DTYPES = (torch.int32, torch.int64)
 
+WRITE_ARGUMENTS = ("key", "value", "key_cache", "value_cache", "slot_mapping")
+TABLE_ARGUMENTS = ("block_table", "seq_lens", "cu_seqlens_q")
+ATTENTION_ARGUMENTS = ("query", "key_cache", "value_cache", *TABLE_ARGUMENTS)  # Case.args
+APPEND_ARGUMENTS = ("query", *WRITE_ARGUMENTS, *TABLE_ARGUMENTS)  # Case.append_args()
+
 
 def pairwise(seed: int, **factors: Sequence[Any]) -> list[dict[str, Any]]:
     """Rows such that every pair of values of two factors occurs together at least once (greedy, deterministic)."""
