@@ -107,6 +107,8 @@ def attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
+    # a wide float32 query does not fit in registers beside the rest: its rows are read from shared memory per tile
+    RELOAD: tl.constexpr = BLOCK_D * COMPUTE.primitive_bitwidth >= 256 * 32
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     # the last tiles of a causal prompt see the most keys: start them first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -182,7 +184,7 @@ def attention_kernel(
     for MASKED in tl.static_range(1 if ONE_LOOP else 0, 2):
         loop_begin = full_stop if MASKED and not ONE_LOOP else begin
         loop_stop = stop if MASKED else full_stop
-        for start in range(loop_begin, loop_stop, BLOCK_N):
+        for start in tl.range(loop_begin, loop_stop, BLOCK_N, disable_licm=RELOAD):
             key_position = start + n_range
             in_range = (key_position >= lowest) & (key_position < stop)
             block = tl.load(table_ptr + key_position // BLOCK_SIZE * table_stride_column, mask=in_range, other=-1)
