@@ -47,13 +47,15 @@ def _caches(dtype: torch.dtype, head_size: int, num_kv_heads: int = 8) -> list[T
     return [_meta(4096, 16, num_kv_heads, head_size, dtype=dtype) for _ in range(2)]
 
 
-def _attend(kind: str, dtype: torch.dtype, head_size: int, rich: bool, num_splits: int = 0) -> None:
-    """Decode of 64 sequences or a prefill of four; ``rich`` has every option and as many query rows as fit a tile."""
+def _attend(
+    kind: str, dtype: torch.dtype, head_size: int, rich: bool, num_splits: int = 0, window_left: int = -1
+) -> None:
+    """Decode of 64 sequences or a prefill of four; ``rich`` has the options and as many query rows as fit a tile."""
     batch, num_tokens = (64, 64) if kind == "decode" else (4, 8192)
     heads, num_kv_heads = (64, 1) if rich and kind == "decode" else (32, 8)
     options = {}
     if rich:
-        options = {"window_left": 1000, "softcap": 30.0, "alibi_slopes": _meta(heads), "sinks": _meta(heads)}
+        options = {"softcap": 30.0, "alibi_slopes": _meta(heads), "sinks": _meta(heads)}
         num_splits = num_splits or 4
     attention._attend(
         _meta(num_tokens, heads, head_size, dtype=dtype),
@@ -63,6 +65,7 @@ def _attend(kind: str, dtype: torch.dtype, head_size: int, rich: bool, num_split
         _meta(batch + 1, dtype=torch.int32) if rich or kind == "prefill" else None,
         with_lse=rich,
         num_splits=num_splits,
+        window_left=window_left,
         **options,
     )
 
@@ -93,12 +96,14 @@ def cases(arch: str) -> dict[str, tuple[Callable[[], None], int]]:
         if table_arch == arch:
             dtype = torch.bfloat16 if itemsize == 2 else torch.float32
             for rich in (False, True):
-                name = f"attention {kind} {str(dtype)[6:]} D={width}{' all options' if rich else ''}"
+                name = f"attention {kind} {str(dtype)[6:]} D={width}{' softcap alibi sinks lse splits' if rich else ''}"
                 rows[name] = partial(_attend, kind, dtype, width, rich), 0
     for kind in ("decode", "prefill"):
         rows[f"attention {kind} float16 D=128"] = partial(_attend, kind, torch.float16, 128, False), 0
         rows[f"attention {kind} bfloat16 D=80"] = partial(_attend, kind, torch.bfloat16, 80, False), 0
         rows[f"attention {kind} bfloat16 D=128 num_splits=1"] = partial(_attend, kind, torch.bfloat16, 128, False, 1), 0
+        name = f"attention {kind} bfloat16 D=128 softcap alibi sinks lse splits window"
+        rows[name] = partial(_attend, kind, torch.bfloat16, 128, True, window_left=1000), 0
     rows["attention decode bfloat16 D=576"] = partial(_attend, "decode", torch.bfloat16, 576, False), 0
     rows["combine bfloat16 D=128"] = partial(_attend, "decode", torch.bfloat16, 128, False), 1
     rows["write_kv bfloat16"] = partial(_write, torch.bfloat16), 0

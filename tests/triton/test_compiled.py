@@ -27,7 +27,7 @@ SAMPLE = [
     ("sm_80", "attention prefill bfloat16 D=128"),
     ("sm_90", "attention decode bfloat16 D=128"),
     ("sm_90", "attention prefill bfloat16 D=128"),
-    ("sm_90", "attention decode float32 D=128 all options"),
+    ("sm_90", "attention decode float32 D=128 softcap alibi sinks lse splits"),
     ("sm_90", "combine bfloat16 D=128"),
     ("sm_90", "write_kv float32 to bfloat16"),
     ("sm_90", "copy_blocks bfloat16 read"),
