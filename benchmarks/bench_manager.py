@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from pagedkv.block_table import BlockTable
 from pagedkv.manager import KVCacheManager
@@ -190,8 +191,9 @@ def main() -> None:
 
         sides.append(VllmManager(NUM_BLOCKS, BLOCK_SIZE, NUM_SEQS, MAX_LEN))
         title = f"vLLM {VERSION}"
-    # collections would hit either side at random
+    # collections and threads that wait for a core would hit either side at random
     gc.disable()
+    torch.set_num_threads(1)
     rng = random.Random(0)
     rows: Table = []
     steps = decode(sides, options.rounds * 4, rng)

@@ -273,6 +273,7 @@ def test_preempting_what_holds_nothing():
 def test_watermark():
     manager = KVCacheManager(21, 4, watermark=0.11, enable_prefix_caching=False)
     assert manager.watermark_blocks == 3  # ceil(0.11 * 20)
+    assert KVCacheManager(101, 4, watermark=0.07).watermark_blocks == 7  # 0.07 * 100 is 7.000000000000001
     compute(manager, "a", range(64))
     manager.add("b", range(8))
     before = snapshot(manager)
