@@ -254,9 +254,8 @@ class BlockPool:
         self.hashes[block] = block_hash
         self.contents[block] = content
         self._flags[block] |= _HASHED
-        known = self.index.get(block_hash)
-        if known is None:
-            self.index[block_hash] = block
+        known = self.index.setdefault(block_hash, block)
+        if known is block:  # the very object that was put in: nothing carried this hash
             if self.events is not None:
                 self.events.append(("stored", block_hash, parent, tuple(tokens)))
         elif isinstance(known, list):
