@@ -65,8 +65,10 @@ class PrefixKeys:
         if weights != self._weights:
             self._weights = weights
             self._generation += 1
-        adapters = sorted({str(m.active_adapters) for m in model.modules() if hasattr(m, "active_adapters")})
-        off = sorted({str(m.disable_adapters) for m in model.modules() if hasattr(m, "disable_adapters")})
+        # properties of adapter layers; a PreTrainedModel has methods of the same names
+        layers = [m for m in model.modules() if isinstance(getattr(type(m), "disable_adapters", None), property)]
+        adapters = sorted({str(layer.active_adapters) for layer in layers})
+        off = sorted({str(layer.disable_adapters) for layer in layers})
         return [("weights", self._generation), ("adapters", adapters), ("disabled", off)]
 
 
