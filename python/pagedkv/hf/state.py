@@ -115,13 +115,15 @@ class PagedState:
         self.pool.apply_moves()
         self._valid.append(valid)
         self._batch, self.query_length, self._dense = batch, query_length, dense
-        for layer in self.layers:
-            layer.done = False
         self._packing = None
         if query_length > 1 or not valid.all():
             self._packing = Packing(rows, valid, starts, held)
         for (group, device), step in self._steps.items():
             self._fill_step(step, group, device)
+        for layer in self.layers:
+            layer.done = False
+            if layer.step is None and layer.spec is not None:
+                layer.attach()
         if self._packing is None:
             rows.changed.clear()
 
