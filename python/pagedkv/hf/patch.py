@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import inspect
 import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -170,7 +170,7 @@ class _PatchedMethods:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the unpatched model."""
         state = {name: value for name, value in self.__dict__.items() if name != _ATTRIBUTE}
-        return copyreg.__newobj__, (self.__dict__[_ATTRIBUTE].original_class,), state  # type: ignore[attr-defined]
+        return _new, (self.__dict__[_ATTRIBUTE].original_class,), state
 
 
 def _plan(model: Any, patch: Patch, cache: PagedCache, kwargs: dict[str, Any]) -> None:
@@ -191,10 +191,19 @@ def _plan(model: Any, patch: Patch, cache: PagedCache, kwargs: dict[str, Any]) -
         state.plan(mask, inputs.shape[0], inputs.shape[1])
 
 
+def _new(original: type) -> Any:
+    return original.__new__(original)
+
+
 @functools.cache
 def _patched_class(original: Any) -> type:
-    name_space = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    return type(original.__name__, (_PatchedMethods, original), name_space)
+    names: dict[str, Any] = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    for name, method in vars(_PatchedMethods).items():
+        if isinstance(method, FunctionType) and hasattr(original, name) and not name.startswith("__"):
+            # generate() looks at the signatures of methods
+            names[name] = FunctionType(method.__code__, method.__globals__, name, None, method.__closure__)
+            names[name].__signature__ = inspect.signature(getattr(original, name))
+    return type(original.__name__, (_PatchedMethods, original), names)
 
 
 def _target(model: Any) -> PreTrainedModel:
