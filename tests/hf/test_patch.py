@@ -188,6 +188,15 @@ def test_expanded_rows_share_their_prompt(model):
     assert pagedkv.pool(model).peak_used_blocks == 16 + 4
 
 
+def test_prefill_computes_real_tokens_of_distinct_rows_only():
+    model, inputs = tiny("llama"), ragged([9, 4, 12])
+    widths = []
+    pagedkv.patch(model, num_blocks=256, block_size=4)
+    model.get_input_embeddings().register_forward_hook(lambda module, args, out: widths.append(args[0].numel()))
+    generate(model, inputs, num_return_sequences=2, do_sample=True, max_new_tokens=3)
+    assert widths == [9 + 4 + 12, 6, 6]
+
+
 def test_other_paths_stay_native(model, inputs):
     expected = generate(model, inputs, cache_implementation="static"), model(**inputs).logits
     pagedkv.patch(model, num_blocks=64)

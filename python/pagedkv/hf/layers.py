@@ -61,7 +61,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [B, Hkv, L, D] keys and [B, Hkv, L, Dv] values; what the attention of this layer shall read."""
-        if self.done or self.state.query_length != key_states.shape[2]:
+        if self.done or self.state.forward_length != key_states.shape[2]:
             if torch.compiler.is_compiling():
                 raise RuntimeError(
                     "PagedCache: a compiled forward must be planned before it runs: call the model through generate(), "

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from ..cache import LayerSpec
-from . import masks, prefix, support
+from . import masks, prefill, prefix, support
 from .cache import PagedCache, layer_windows
 from .layers import GATHERED
 from .pool import Pool
@@ -126,6 +126,8 @@ class _PatchedMethods:
             _plan(self, patch, cache, kwargs)
             if patch.compiled is not None and cache.state.query_length == 1 and cache.is_compileable:
                 call = patch.compiled
+            elif cache.state.query_length > 1 and prefill.can_pack(cache, patch.cache_name, kwargs):
+                return prefill.call_packed(call, cache, kwargs)
             return call(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +155,7 @@ class _PatchedMethods:
         wants_weights = generation_config.output_attentions
         if given is not None or type(native) is not DynamicCache or native.offloading or wants_weights:
             return result
-        cache = model_kwargs[patch.cache_name] = patch.new_cache(self)  # type: ignore[arg-type]
+        cache = model_kwargs[patch.cache_name] = patch.new_cache(self)
         patch.created.append(cache)
         cache.state.copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if any(getattr(layer, "record_past", False) for layer in native.layers):
@@ -191,7 +193,7 @@ def _plan(model: Any, patch: Patch, cache: PagedCache, kwargs: dict[str, Any]) -
         state.plan(mask, inputs.shape[0], inputs.shape[1])
 
 
-def _new(original: type) -> Any:
+def _new(original: Any) -> Any:
     return original.__new__(original)
 
 
