@@ -3,12 +3,14 @@
 #pragma once
 
 #include "decode.h"
+#include "prefill.h"
 #include "rows.h"
 
 #define PAGEDKV_KERNEL_TABLE(isa) \
   {#isa,                          \
    pagedkv::isa::decode,          \
    pagedkv::isa::merge_partials,  \
+   pagedkv::isa::prefill,         \
    pagedkv::isa::write_tokens,    \
    pagedkv::isa::merge_states,    \
    pagedkv::isa::copy,            \

@@ -1,6 +1,8 @@
-// Cuts an attention call into tasks: query tiles, ranges of keys, groups of heads.
+// Cuts an attention call into tasks: those of prefill, and for the other sequences query tiles, ranges of keys, groups
+// of heads.
 #include "ops.h"
 #include "parallel.h"
+#include "prefill_schedule.h"
 #include "scratch.h"
 
 namespace pagedkv {
@@ -62,7 +64,7 @@ Plan make_plan(const AttentionArgs& args) {
   int64_t total_keys = 0;
   for (int64_t seq = 0; seq < args.num_seqs; ++seq) {
     const int64_t query_length = args.query_length(seq);
-    if (query_length == 0) continue;
+    if (query_length == 0 || takes_prefill(args, query_length)) continue;
     const KeyRange keys = keys_of_sequence(args, seq, query_length);
     SequencePlan& s = plan.sequences[plan.num_sequences++];
     s.seq = seq;
@@ -150,9 +152,16 @@ void merge_splits(const AttentionArgs& args, const Plan& plan) {
 }  // namespace
 
 void run_attention(const AttentionArgs& args) {
+  const PrefillPlan prefill(args);
   const Plan plan = make_plan(args);
-  const auto decode = kernels().decode;
-  parallel_tasks(plan.num_tasks, plan.bytes, [&](int64_t i) { decode(args, task_at(args, plan, i)); });
+  const Kernels& table = kernels();
+  parallel_tasks(prefill.num_tasks() + plan.num_tasks, prefill.work_bytes() + plan.bytes, [&](int64_t i) {
+    if (i < prefill.num_tasks()) {
+      table.prefill(args, prefill.task(i));
+    } else {
+      table.decode(args, task_at(args, plan, i - prefill.num_tasks()));
+    }
+  });
   if (plan.split) merge_splits(args, plan);
 }
 
