@@ -39,7 +39,7 @@ bench: setup
 
 FUZZ_SECONDS ?= 60
 fuzz: setup
-	$(BIN)/python tests/ops/fuzz.py --build --seconds $(FUZZ_SECONDS)
+	$(BIN)/python -m tests.ops.fuzz --build --seconds $(FUZZ_SECONDS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info pagedkv_ops/*.so

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import runpy
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,8 @@ MACHINE_FLAGS = {
     "kernels_avx512.cpp": AVX512,
     "kernels_avx512_bf16.cpp": [*AVX512, "-mavx512bf16"],
 }
+
+DEFINITIONS = "pagedkv_ops._definitions"
 
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 SANITIZE = os.environ.get("PAGEDKV_SANITIZE", "")
@@ -53,7 +56,16 @@ def sources() -> list[str]:
 class BuildExtension(build_ext):
     """Compiles each file with its own flags, several at a time."""
 
+    def write_definitions(self) -> str:
+        """The schemas for C++ programs: a library of its own, because in Python the package defines them itself."""
+        source = Path(self.build_temp) / "definitions.cpp"
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text(runpy.run_path("pagedkv_ops/schema.py")["cpp_definitions"]())
+        return str(source)
+
     def build_extension(self, ext: Extension) -> None:
+        if ext.name == DEFINITIONS:
+            ext.sources = [self.write_definitions()]
         compiler = os.environ.get("CXX") or self.compiler.compiler_cxx[0]
         if shutil.which(compiler) is None:
             raise SystemExit(
@@ -96,7 +108,8 @@ setup(
             sources(),
             depends=sorted(p.as_posix() for p in Path("csrc").rglob("*.h")),
             py_limited_api=True,
-        )
+        ),
+        Extension(DEFINITIONS, [], depends=["pagedkv_ops/schema.py"], py_limited_api=True),
     ],
     cmdclass={"build_ext": BuildExtension},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},

@@ -1,11 +1,11 @@
 """The manager against vLLM's, both in this process, interleaved, median of the rounds.
 
-    python benchmarks/bench_manager.py            with `vllm` (CPU wheel) installed beside torch and numpy
-    python benchmarks/bench_manager.py --no-peer  this library alone
+    PYTHONPATH=python python benchmarks/bench_manager.py            where vLLM (its CPU wheel, say) is installed
+    PYTHONPATH=python python benchmarks/bench_manager.py --no-peer  this library alone; numpy and torch are enough
 
 Work: a decode step of 256 sequences (append, allocate, commit, table rows and slots ready for the kernel), freeing 256
-sequences of 2,048 tokens, admission of a 4,096-token prompt whose first 75% are cached (hashing included), and the slots
-that ragged loads waste. Results are compared before anything is reported.
+sequences of 2,048 tokens, admission of a 4,096-token prompt whose first 75% are cached (hashing included), and the
+slots that ragged loads waste. Results are compared before anything is reported.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ import gc
 import hashlib
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import numpy as np
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "python"), str(Path(__file__).resolve().parent)]
 
 from pagedkv.block_table import BlockTable
 from pagedkv.manager import KVCacheManager
@@ -41,12 +38,12 @@ class Ours:
         self.manager = KVCacheManager(NUM_BLOCKS, BLOCK_SIZE)
         self.table = BlockTable(NUM_SEQS, MAX_LEN // BLOCK_SIZE, NUM_SEQS, BLOCK_SIZE)
 
-    def admit(self, name: int, token_ids: list[int]) -> int:
+    def admit(self, name: int, token_ids: list[int]) -> None:
         self.manager.add(name, token_ids)
         granted = self.manager.allocate_slots(name)
         assert granted is not None
         self.manager.commit(name, len(token_ids) - granted.num_cached_tokens)
-        return granted.num_cached_tokens
+        self.num_cached = granted.num_cached_tokens
 
     def fill_rows(self, names: list[int]) -> None:
         for row, name in enumerate(names):
@@ -88,9 +85,9 @@ class Ours:
         return self.manager.num_free_blocks
 
 
-def seconds(work: Callable[[], object]) -> float:
+def seconds(work: Callable[..., object], *arguments: Any) -> float:
     start = time.perf_counter()
-    work()
+    work(*arguments)
     return time.perf_counter() - start
 
 
@@ -106,11 +103,11 @@ def decode(sides: list, rounds: int, rng: random.Random) -> list[list[float]]:
     for _ in range(rounds):
         token_ids = [rng.randrange(50_000) for _ in names]
         for number, side in enumerate(sides):
-            times[number].append(seconds(lambda side=side: side.decode_step(names, token_ids)))
+            times[number].append(seconds(side.decode_step, names, token_ids))
         check(len({tuple(block_offsets(side)) for side in sides}) == 1, "slots differ in their offsets")
         check(len({side.num_free_blocks for side in sides}) == 1, "free blocks differ")
         token_ids = [rng.randrange(50_000) for _ in names]
-        times[-1].append(seconds(lambda: sides[0].decode_calls(names, token_ids)))
+        times[-1].append(seconds(sides[0].decode_calls, names, token_ids))
         for side in sides[1:]:
             side.decode_step(names, token_ids)
     for side in sides:
@@ -130,7 +127,7 @@ def freeing(sides: list, rounds: int, rng: random.Random) -> list[list[float]]:
         for number, side in enumerate(sides):
             for name in names:
                 side.admit(name, prompts[name])
-            times[number].append(seconds(lambda side=side: side.free(names)))
+            times[number].append(seconds(side.free, names))
             check(side.num_free_blocks == NUM_BLOCKS - 1, "blocks were lost")
     return times
 
@@ -143,9 +140,8 @@ def admission(sides: list, rounds: int, rng: random.Random) -> list[list[float]]
     for name in range(rounds):
         prompt = prefix + [rng.randrange(50_000) for _ in range(1024)]
         for number, side in enumerate(sides):
-            cached: list[int] = []
-            times[number].append(seconds(lambda side=side, cached=cached: cached.append(side.admit(name, prompt))))
-            check(cached == [3072], f"{cached} tokens hit, not 3072")
+            times[number].append(seconds(side.admit, name, prompt))
+            check(side.num_cached == 3072, f"{side.num_cached} tokens hit, not 3072")
             side.free([name])
     for side in sides:
         side.free([-1])
@@ -211,7 +207,9 @@ def main() -> None:
         other = f"{theirs * 1e3:.3f} ms | {theirs / mine:.1f}x" if theirs is not None else "- | -"
         print(f"| {label} | {mine * 1e3:.3f} ms | {other} |")
     hashing = sha256_seconds(options.rounds)
-    print(f"\nsha256 alone of the 256 blocks: {hashing * 1e3:.3f} ms, {100 * hashing / rows[-1][1]:.0f}% of the admission")
+    print(
+        f"\nsha256 alone of the 256 blocks: {hashing * 1e3:.3f} ms, {100 * hashing / rows[-1][1]:.0f}% of the admission"
+    )
     print("\n| lengths uniform in 1..n | wasted slots |\n|---|---|")
     for limit, percent in waste(rng):
         print(f"| {limit} | {percent:.2f}% |")

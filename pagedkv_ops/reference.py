@@ -229,7 +229,8 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     sees_nothing = torch.isneginf(lse)
     weight_a = torch.exp(lse_a - lse).masked_fill(sees_nothing, 0.0)[..., None]
     weight_b = torch.exp(lse_b - lse).masked_fill(sees_nothing, 0.0)[..., None]
-    return (weight_a * out_a.float() + weight_b * out_b.float()).to(out_a.dtype), lse
+    out = weight_a * out_a.float() + weight_b * out_b.float()
+    return out.to(out_a.dtype).contiguous(), lse.contiguous()
 
 
 def copy_blocks(caches: Sequence[Tensor], block_mapping: Tensor) -> None:

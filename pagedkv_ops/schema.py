@@ -35,3 +35,12 @@ SCHEMAS: dict[str, str] = {
     "swap_blocks": "(Tensor src, Tensor(a!) dst, Tensor block_mapping) -> ()",
     "gather_kv": "(Tensor cache, Tensor block_table, Tensor seq_lens, SymInt max_len) -> Tensor",
 }
+
+
+def cpp_definitions() -> str:
+    """C++ source that defines the ops for programs without Python; tags guide compilers and mean nothing there."""
+    definitions = "\n".join(f'  m.def(R"schema({name}{schema})schema");' for name, schema in SCHEMAS.items())
+    return (
+        "#include <torch/csrc/stable/library.h>\n\n"
+        f"STABLE_TORCH_LIBRARY_FRAGMENT({NAMESPACE}, m) {{\n{definitions}\n}}\n"
+    )

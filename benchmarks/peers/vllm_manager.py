@@ -43,15 +43,15 @@ class VllmManager:
         )
         self._offsets = torch.arange(max_num_seqs + 1, dtype=torch.int32)
 
-    def admit(self, name: int, token_ids: list[int]) -> int:
-        """Hashes, looks up and allocates a whole prompt; the cached tokens."""
+    def admit(self, name: int, token_ids: list[int]) -> None:
+        """Hashes, looks up and allocates a whole prompt."""
         request = Request(str(name), token_ids, self._sampling, None, block_hasher=self._hasher)
         blocks, num_cached, _ = self.manager.get_computed_blocks(request)
         granted = self.manager.allocate_slots(request, request.num_tokens - num_cached, num_cached, blocks)
         assert granted is not None
         request.num_computed_tokens = request.num_tokens
         self.requests[name] = request
-        return num_cached
+        self.num_cached = num_cached
 
     def fill_rows(self, names: Sequence[int]) -> None:
         for row, name in enumerate(names):

@@ -12,15 +12,29 @@ if TYPE_CHECKING:
     from .block_pool import BlockPool as BlockPool
     from .cache import LayerSpec as LayerSpec
     from .cache import PagedKVCache as PagedKVCache
+    from .engine import Engine as Engine
+    from .hf import PagedCache as PagedCache
+    from .hf import clear_prefix_cache as clear_prefix_cache
+    from .hf import patch as patch
+    from .hf import patched as patched
+    from .hf import pool as pool
+    from .hf import unpatch as unpatch
     from .manager import GroupSpec as GroupSpec
     from .manager import KVCacheManager as KVCacheManager
 
 _HOME = {
     "BlockPool": "block_pool",
+    "Engine": "engine",
     "GroupSpec": "manager",
     "KVCacheManager": "manager",
     "LayerSpec": "cache",
+    "PagedCache": "hf",
     "PagedKVCache": "cache",
+    "clear_prefix_cache": "hf",
+    "patch": "hf",
+    "patched": "hf",
+    "pool": "hf",
+    "unpatch": "hf",
 }
 
 __all__ = sorted(_HOME)

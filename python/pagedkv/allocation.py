@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pagedkv.errors import InvalidArgumentError, NonCausalError
 from pagedkv.lookup import Hit
 from pagedkv.release import drop_blocks, drop_host
@@ -84,6 +86,13 @@ def allocate(manager: KVCacheManager, seq: SequenceState, request: Request) -> A
         return None
     new_blocks = apply_plan(manager, seq, plan)
     return _result(manager, seq, 0, new_blocks, plan.start, plan.stop, plan.end)
+
+
+def allocate_next(manager: KVCacheManager, seq: SequenceState) -> Allocation:
+    """Serves one token of a running sequence that is known to need no block."""
+    at = seq.num_computed
+    seq.num_granted = max(seq.num_granted, at + 1)
+    return _result(manager, seq, 0, [[] for _ in seq.tables], at, at + 1, at + 1)
 
 
 def admit(manager: KVCacheManager, seq: SequenceState, request: Request) -> Allocation | None:
@@ -213,7 +222,7 @@ def apply_plan(manager: KVCacheManager, seq: SequenceState, plan: Plan) -> list[
         seq.attached = tuple(plan.attached)
         seq.released = tuple(plan.released)
         if seq.host is None:
-            seq.published = tuple(plan.computed // group.block_size for group in manager.groups)
+            seq.published = plan.computed
         seq.running = True
         manager.num_running += 1
     new_blocks = []
@@ -241,7 +250,7 @@ def _make_writable(manager: KVCacheManager, seq: SequenceState, number: int, pla
     if written < 0:
         return 0
     source = seq.tables[number][written]
-    seq.published = lowered(seq.published, number, written)
+    seq.published = min(seq.published, written * manager.groups[number].block_size)
     if not plan.copied[number]:
         manager.pool.unpublish(source)
         return 0
@@ -265,13 +274,12 @@ def _release_windows(manager: KVCacheManager, seq: SequenceState, released: list
 
 def note_limits(manager: KVCacheManager, seq: SequenceState, *, writable: bool) -> None:
     """Settles fast_end (0 unless the written blocks are known to be the sequence's own) and publish_at."""
-    fast_end = publish_at = NEVER
-    for number, group in enumerate(manager.groups):
-        end = len(seq.tables[number]) * group.block_size
-        fast_end = min(fast_end, end, group.next_release(seq.released[number]))
-        publish_at = min(publish_at, (seq.published[number] + 1) * group.block_size)
+    fast_end = NEVER
+    for group, table, released in zip(manager.groups, seq.tables, seq.released, strict=True):
+        fast_end = min(fast_end, len(table) * group.block_size, group.next_release(released))
     seq.fast_end = fast_end if writable else 0
-    seq.publish_at = publish_at if manager.prefix_caching else NEVER
+    if manager.prefix_caching:
+        seq.publish_at = (seq.published // manager.hasher.chunk + 1) * manager.hasher.chunk
 
 
 def _result(
@@ -283,22 +291,27 @@ def _result(
     stop: int,
     end: int,
 ) -> Allocation:
-    tables = [table.tolist() for table in seq.tables]
-    slots = [_slots(table, group.block_size, start, stop) for table, group in zip(tables, manager.groups, strict=True)]
-    ahead = [_slots(table, group.block_size, stop, end) for table, group in zip(tables, manager.groups, strict=True)]
-    if manager.grouped:
-        return Allocation(cached, tables, new_blocks, slots, ahead)
-    return Allocation(cached, tables[0], new_blocks[0], slots[0], ahead[0])
+    if not manager.grouped:
+        table, size = seq.tables[0], manager.block_size
+        slots, ahead = _slots(table, size, start, stop), _slots(table, size, stop, end)
+        return Allocation(cached, table.tolist(), new_blocks[0], slots, ahead)
+    groups = list(zip(seq.tables, (group.block_size for group in manager.groups), strict=True))
+    return Allocation(
+        cached,
+        [table.tolist() for table in seq.tables],
+        new_blocks,
+        [_slots(table, size, start, stop) for table, size in groups],
+        [_slots(table, size, stop, end) for table, size in groups],
+    )
 
 
-def _slots(table: Sequence[int], block_size: int, start: int, stop: int) -> list[int]:
-    slots: list[int] = []
-    while start < stop:
-        block, offset = divmod(start, block_size)
-        count = min(stop - start, block_size - offset)
-        first = table[block] * block_size + offset
-        slots.extend(range(first, first + count))
-        start += count
+def _slots(table: array[int], block_size: int, start: int, stop: int) -> list[int]:
+    if stop - start <= 2:
+        return [table[at // block_size] * block_size + at % block_size for at in range(start, stop)]
+    first, last = start // block_size, -(-stop // block_size)
+    blocks = np.array(table[first:last], np.int64)
+    grid = blocks[:, None] * block_size + np.arange(block_size)
+    slots: list[int] = grid.ravel()[start - first * block_size : stop - first * block_size].tolist()
     return slots
 
 

@@ -7,7 +7,7 @@ speed) and through numpy for whole tables (0.2 us for 128 entries; int32 indices
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -55,8 +55,8 @@ class BlockPool:
         self.pins: dict[int, int] = {}
         self.events: list[tuple[Any, ...]] | None = [] if record_events else None
         self.num_evictions = 0
-        # Hashes that died by reuse, oldest first: lets a miss be explained. As many as there are blocks.
-        self.evicted: dict[bytes, None] = {}
+        # the last hashes that died, as many as there are blocks: they explain misses
+        self.evicted: deque[bytes] = deque(maxlen=num_blocks)
         self.on_unpublish: Callable[[int, Any], None] | None = None
         self._link_fresh()
 
@@ -91,20 +91,12 @@ class BlockPool:
         self._prev[after] = block
         self.num_free += 1
 
-    def _link_run(self, blocks: Ids, before: int, after: int) -> None:
-        """Chains blocks in their order between two neighbours."""
-        first, last = int(blocks[0]), int(blocks[-1])
-        self._next_np[blocks[:-1]] = blocks[1:]
-        self._prev_np[blocks[1:]] = blocks[:-1]
-        self._next[before], self._prev[first] = first, before
-        self._next[last], self._prev[after] = after, last
-
     # Handing out and taking back.
 
     def get_new_blocks(self, count: int) -> list[int]:
         """Hands out `count` blocks with one reference each; the hashes they carried die."""
-        if count < 0:
-            raise InvalidArgumentError(f"count: expected at least 0, got {count}")
+        if not hasattr(count, "__index__") or count < 0:
+            raise InvalidArgumentError(f"count: expected an int of at least 0, got {count!r}")
         if count > self.num_free:
             raise OutOfBlocksError(f"{count} blocks asked for, {self.num_free} are free")
         if count == 0:
@@ -115,7 +107,8 @@ class BlockPool:
         for _ in range(count):
             refs[block] = 1
             if flags[block]:
-                self._unpublish(block, evicted=True)
+                self._unpublish(block)
+                self.num_evictions += 1
             blocks.append(block)
             block = following[block]
         following[0] = block
@@ -125,18 +118,17 @@ class BlockPool:
 
     def touch(self, block_ids: Sequence[int]) -> None:
         """Adds a reference to each block, taking free ones out of the queue."""
-        self._check_ids(block_ids)
-        self.acquire(block_ids)
+        self.acquire(self._checked(block_ids))
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
         """Drops a reference per entry. Give a sequence's blocks tail first, so that its tail is evicted first."""
-        self._check_ids(block_ids)
-        for block, times in Counter(block_ids).items():
+        blocks = self._checked(block_ids)
+        for block, times in Counter(blocks).items():
             if times > self.refs[block]:
                 raise BlockReferenceError(
                     f"block {block} is freed {times} times but referenced {self.refs[block]} times"
                 )
-        for block in block_ids:
+        for block in blocks:
             self._release_one(block)
 
     def acquire(self, block_ids: Sequence[int] | array[int]) -> None:
@@ -171,31 +163,40 @@ class BlockPool:
 
     def release(self, blocks: Ids) -> None:
         """`free_blocks` without checks for distinct non-null ids, the last of which is reused first."""
-        count = len(blocks)
-        if count >= _BULK:
-            flags = self._flags_np[blocks]
-            values = flags.tobytes()
-            num_hashed = values.count(_HASHED)
-            if num_hashed + values.count(0) == count:
-                self._release_sole(blocks, flags, num_hashed)
-                return
-        for block in reversed(blocks.tolist()):
-            self._release_one(block)
+        if len(blocks) < _BULK or self.pins:
+            for block in reversed(blocks.tolist()):
+                self._release_one(block)
+            return
+        flags = self._flags_np[blocks]
+        values = flags.tobytes()
+        num_hashed = values.count(_HASHED)
+        if num_hashed + values.count(0) < len(blocks):
+            shared = blocks[flags >= _SHARED]
+            counts = self.refs_np[shared] - 1
+            self.refs_np[shared] = counts
+            self._flags_np[shared[counts == 1]] &= _HASHED
+            blocks, flags = blocks[flags < _SHARED], flags[flags < _SHARED]
+        self._release_sole(blocks, flags, num_hashed)
 
     def _release_sole(self, blocks: Ids, flags: npt.NDArray[np.uint8], num_hashed: int) -> None:
         """Blocks of one owner that nothing pins, in bulk."""
         self.refs_np[blocks] = 0
-        self.num_free += len(blocks)
         if num_hashed < len(blocks):
-            self._link_run(blocks[flags == 0], 0, self._next[0])
-            blocks = blocks[flags == _HASHED]
-        if num_hashed:
-            # the other way round: the tail of the sequence comes first
-            first, last, before = int(blocks[-1]), int(blocks[0]), self._prev[0]
-            self._next_np[blocks[1:]] = blocks[:-1]
-            self._prev_np[blocks[:-1]] = blocks[1:]
-            self._next[before], self._prev[first] = first, before
-            self._next[last], self._prev[0] = 0, last
+            if flags[:num_hashed].all():  # as in a table whose last blocks are not full
+                front, blocks = blocks[num_hashed:], blocks[:num_hashed]
+            else:
+                front, blocks = blocks[flags == 0], blocks[flags == _HASHED]
+            for block in reversed(front.tolist()):
+                self._link(block)
+        if num_hashed == 0:
+            return
+        # from the last to the first: the tail of the sequence is reused first
+        first, last, before = int(blocks[-1]), int(blocks[0]), self._prev[0]
+        self._next_np[blocks[1:]] = blocks[:-1]
+        self._prev_np[blocks[:-1]] = blocks[1:]
+        self._next[before], self._prev[first] = first, before
+        self._next[last], self._prev[0] = 0, last
+        self.num_free += num_hashed
 
     def num_taken_from_free(self, block_ids: array[int]) -> int:
         """How many blocks of a table `acquire` would take out of the free queue."""
@@ -235,7 +236,7 @@ class BlockPool:
 
         content: what was hashed, kept in `contents` for a comparison on hits; parent, tokens: for the event alone.
         """
-        self._check_ids((block_id,))
+        self._checked((block_id,))
         if self.refs[block_id] == 0:
             raise BlockReferenceError(f"block {block_id} is free and can not be published")
         if self._flags[block_id] & _HASHED:
@@ -254,7 +255,6 @@ class BlockPool:
         known = self.index.get(block_hash)
         if known is None:
             self.index[block_hash] = block
-            self.evicted.pop(block_hash, None)
             if self.events is not None:
                 self.events.append(("stored", block_hash, parent, tuple(tokens)))
         elif isinstance(known, list):
@@ -271,22 +271,22 @@ class BlockPool:
 
     def evict(self, block_ids: Sequence[int]) -> None:
         """Makes blocks forget their hashes; free ones among them are reused first from now on."""
-        self._check_ids(block_ids)
-        for block in block_ids:
+        for block in self._checked(block_ids):
             if self._flags[block] & _HASHED:
                 queued = self.refs[block] == 0 and block not in self.pins
                 if queued:
                     self._unlink(block)
-                self._unpublish(block, evicted=True)
+                self._unpublish(block)
+                self.num_evictions += 1
                 if queued:
                     self._link(block)
 
     def unpublish(self, block: int) -> None:
         """Forgets the hash of a referenced block that is about to be overwritten."""
         if self._flags[block] & _HASHED:
-            self._unpublish(block, evicted=False)
+            self._unpublish(block)
 
-    def _unpublish(self, block: int, *, evicted: bool) -> None:
+    def _unpublish(self, block: int) -> None:
         block_hash, content = self.hashes[block], self.contents[block]
         assert block_hash is not None
         self.hashes[block] = self.contents[block] = None
@@ -298,13 +298,9 @@ class BlockPool:
                 self.index[block_hash] = known[0]
         else:
             del self.index[block_hash]
-            self.evicted[block_hash] = None
-            if len(self.evicted) > self.num_blocks:
-                del self.evicted[next(iter(self.evicted))]
+            self.evicted.append(block_hash)
             if self.events is not None:
                 self.events.append(("removed", block_hash))
-        if evicted:
-            self.num_evictions += 1
         if self.on_unpublish is not None:
             self.on_unpublish(block, content)
 
@@ -322,6 +318,9 @@ class BlockPool:
         self.index.clear()
         self.evicted.clear()
         self.hashes = [None] * self.num_blocks
+        if self.on_unpublish is not None:
+            for block, content in enumerate(self.contents):
+                self.on_unpublish(block, content)
         self.contents = [None] * self.num_blocks
         self._flags_np[:] = 0
         self._link_fresh()
@@ -331,10 +330,13 @@ class BlockPool:
 
     # Checks.
 
-    def _check_ids(self, block_ids: Iterable[int]) -> None:
+    def _checked(self, block_ids: Iterable[int]) -> list[int]:
+        blocks = []
         for block in block_ids:
-            if not 0 < block < self.num_blocks:
-                raise UnknownBlockError(f"block id: expected 1..{self.num_blocks - 1}, got {block}")
+            if not hasattr(block, "__index__") or not 0 < block < self.num_blocks:
+                raise UnknownBlockError(f"block id: expected 1..{self.num_blocks - 1}, got {block!r}")
+            blocks.append(int(block))
+        return blocks
 
     def free_ids(self) -> list[int]:
         """The free queue in the order of reuse."""

@@ -66,13 +66,13 @@ class BlockTable:
         on_cuda = self.device.type == "cuda"
         # int64 slots first keeps them aligned; the table comes last, so that only its used rows are copied
         num_words = 2 * max_num_tokens + 2 * max_num_seqs + 1 + max_num_seqs * max_num_blocks
-        with torch.inference_mode(False):
-            self._host = torch.zeros(num_words + 1, dtype=torch.int32, pin_memory=on_cuda)
+        with torch.inference_mode(False):  # inference tensors could not be written under plain no_grad
+            self._host = torch.zeros(num_words, dtype=torch.int32, pin_memory=on_cuda)
             self._device = torch.zeros_like(self._host, device=device) if self._is_copied else self._host
+            host = self._views(self._host)
+            self.tensors = self._views(self._device)
         self._copied: torch.cuda.Event | None = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
         self._in_flight = False
-        host = self._views(self._host)
-        self.tensors = self._views(self._device)
         self.slot_mapping: npt.NDArray[np.int64] = host["slot_mapping"].numpy()
         self.seq_lens: npt.NDArray[np.int32] = host["seq_lens"].numpy()
         self.cu_seqlens_q: npt.NDArray[np.int32] = host["cu_seqlens_q"].numpy()
@@ -80,8 +80,7 @@ class BlockTable:
         self.slot_mapping[:] = PADDING_SLOT
         self.row_blocks = np.zeros(max_num_seqs, np.int64)  # entries in use, per row
         self._rows = np.arange(max_num_seqs + 1)
-        if self._is_copied:
-            self._device.copy_(self._host)
+        self.upload()
 
     @property
     def _is_copied(self) -> bool:
@@ -193,7 +192,7 @@ class BlockTable:
             return
         rows = self.max_num_seqs if num_seqs is None else num_seqs
         self._check_row(rows - 1, 0)
-        used = len(self._host) - 1 - (self.max_num_seqs - rows) * self.max_num_blocks
+        used = len(self._host) - (self.max_num_seqs - rows) * self.max_num_blocks
         self._device[:used].copy_(self._host[:used], non_blocking=True)
         if self._copied is not None:
             self._copied.record()

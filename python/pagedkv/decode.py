@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pagedkv.allocation import Plan, Request, apply_plan, make_plan, note_limits
+from pagedkv.allocation import Plan, Request, apply_plan, make_plan
 from pagedkv.errors import CommitError, DuplicateSequenceError, InvalidArgumentError, UnknownSequenceError
 from pagedkv.publishing import check_arrived, publish
 
@@ -87,7 +87,7 @@ def _carry_out(manager: KVCacheManager, seq: SequenceState, row: int, plan: Plan
         columns.append(len(table))
         blocks.append(block)
         table.append(block)
-        note_limits(manager, seq, writable=True)
+        seq.fast_end = len(table) * manager.groups[0].block_size
         return
     # an earlier sequence of this step may have copied the block that this plan would copy
     plan = make_plan(manager, seq, seq.num_computed, seq.tables, Request(1, 0, 0, seq.num_tokens))

@@ -55,7 +55,7 @@ def _first_miss(manager: KVCacheManager, seq: SequenceState, step_index: int) ->
     manager.hasher.extend(chain, seq.tokens, seq.keys, (step_index + 1) * chunks)
     wanted = chain[step_index * chunks : (step_index + 1) * chunks]
     hashes = {link.hash + suffix for link in wanted for suffix in manager.lookup.suffixes}
-    gone = hashes & manager.pool.evicted.keys()
+    gone = hashes.intersection(manager.pool.evicted)
     if gone:
         return "evicted", f"block {step_index} was cached, and its blocks were reused for something else"
     own = {block for table in seq.tables for block in table}
@@ -78,7 +78,7 @@ def _first_miss(manager: KVCacheManager, seq: SequenceState, step_index: int) ->
             common = common_tokens(link, wanted[0].tokens, wanted[0].extras)
             if common > best:
                 best, theirs = common, link.tokens
-    if best >= 0:
+    if best > 0 or (best == 0 and step_index > 0):
         position = step_index * manager.lookup.step + best
         at = slice(best * TOKEN_BYTES, (best + 1) * TOKEN_BYTES)
         if theirs[at] and theirs[at] != wanted[0].tokens[at]:

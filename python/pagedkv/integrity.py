@@ -55,6 +55,7 @@ def _check_sequence(manager: KVCacheManager, seq: SequenceState) -> None:
     require(seq.running or not any(seq.tables), "holds blocks without running")
     require(not seq.running or seq.num_computed <= seq.num_granted, "computed past the granted slots")
     links = seq.links()
+    require(seq.published <= seq.num_computed, "published past the computed tokens")
     for number, (group, table) in enumerate(zip(manager.groups, seq.tables, strict=True)):
         size = group.block_size
         released = seq.released[number]
@@ -63,11 +64,10 @@ def _check_sequence(manager: KVCacheManager, seq: SequenceState) -> None:
         require(all(held), "the null block stands among blocks in sight")
         require(len(set(held)) == len(held), "a table names a block twice")
         require(len(table) * size >= seq.num_granted, "granted slots have no block")
-        require(seq.published[number] * size <= seq.num_computed, "published past the computed tokens")
         require(
             seq.host is None or len(seq.host[number]) == -(-seq.num_computed // size), "host table of a wrong length"
         )
-        for block, block_id in enumerate(table[: seq.published[number]]):
+        for block, block_id in enumerate(table[: seq.published // size]):
             content = manager.pool.contents[block_id]
             link = links[(block + 1) * group.chunks_per_block - 1]
             require(block_id == 0 or content is None or content.tokens == link.tokens, "a block was published wrongly")

@@ -55,9 +55,9 @@ class PrefixLookup:
         self.suffixes = [b"" if number == 0 else number.to_bytes(4, "little") for number in range(len(groups))]
         # full groups first: they bound the search of the others
         self._order = sorted(range(len(groups)), key=lambda number: not groups[number].is_full)
+        # blocks by group, hash of the parent and first token, for partial hits
         self._children: dict[tuple[int, bytes, bytes], dict[int, None]] = {}
-        if partial_hits:
-            pool.on_unpublish = self._forget_child
+        pool.on_unpublish = self._note_unpublished
 
     def find(self, chain: list[Link], tokens: array[int], keys: KeySet, max_tokens: int) -> Hit:
         """The longest prefix of at most `max_tokens` tokens that every group can serve; extends `chain` as needed."""
@@ -86,14 +86,16 @@ class PrefixLookup:
                 return candidate
         return 0
 
-    # Partial hits: blocks by their parent and first token.
-
     def add_child(self, number: int, block: int, link: Link) -> None:
-        if self.partial_hits:
-            self._children.setdefault(self._child_key(number, link), {})[block] = None
+        """Makes a published block known to partial hits."""
+        self._children.setdefault(self._child_key(number, link), {})[block] = None
 
-    def _forget_child(self, block: int, link: Link | None) -> None:
+    def _note_unpublished(self, block: int, link: Link | None) -> None:
         if link is None:
+            return
+        if link.parent is not None and link.parent.next is link:
+            link.parent.next = None
+        if not self.partial_hits:
             return
         for number in range(len(self.groups)):
             key = self._child_key(number, link)
@@ -105,9 +107,6 @@ class PrefixLookup:
 
     def _child_key(self, number: int, link: Link) -> tuple[int, bytes, bytes]:
         return number, link.parent.hash if link.parent else b"", link.tokens[:TOKEN_BYTES]
-
-    def reset(self) -> None:
-        self._children.clear()
 
     def _find_tail(self, hit: Hit, chain: list[Link], tokens: array[int], keys: KeySet, max_tokens: int) -> None:
         size = self.step
@@ -223,16 +222,21 @@ class _Search:
         parent_hash = parent.hash if parent else hasher.root
         for low in range(0, len(data), width):
             chunk = data[low : low + width]
-            parent_hash = sha256(parent_hash + chunk).digest()
+            link = parent.next if parent is not None else None
+            if link is None or link.tokens != chunk or link.extras:
+                parent_hash = sha256(parent_hash + chunk).digest()
+                link = None
+            else:
+                parent_hash = link.hash
             known = get(parent_hash + suffix)
             if known.__class__ is int:
                 content = contents[known]
-                if content.parent is parent and content.tokens == chunk and not content.extras:
+                if content is link or (content.parent is parent and content.tokens == chunk and not content.extras):
                     parent = content
                     chain.append(parent)
                     run.append(known)
                     continue
-            chain.append(Link(parent_hash, parent, chunk, NO_EXTRAS))
+            chain.append(link or Link(parent_hash, parent, chunk, NO_EXTRAS))
             block = lookup.block_at(number, chain, len(run)) if known is not None else 0
             if not block:
                 break

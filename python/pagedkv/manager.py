@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from pagedkv.allocation import Allocation, Request, admit, allocate, note_limits
+from pagedkv.allocation import Allocation, Request, admit, allocate, allocate_next, note_limits
 from pagedkv.block_pool import BlockPool
 from pagedkv.decode import DecodeStep, append_step, commit_step
 from pagedkv.errors import (
@@ -152,18 +152,18 @@ class KVCacheManager:
             ReleasedPositionError: the next token would see positions that a window has given back.
         """
         seq = self._get(seq_id)
-        length = operator.index(num_tokens)
+        length = _integer("num_tokens", num_tokens)
         if not 0 <= length <= seq.num_tokens:
             raise TruncationError(f"num_tokens: expected 0..{seq.num_tokens} for sequence {seq_id!r}, got {length}")
         self._check_in_sight(seq, length)
         seq.cut(length, self.hasher.chunk)
+        seq.published = min(seq.published, length)
         dropped, nulls = [], []
         for number, group in enumerate(self.groups):
             keep = -(-length // group.block_size)
             nulls.append(max(0, seq.released[number] - keep))
             seq.attached = lowered(seq.attached, number, keep)
             seq.released = lowered(seq.released, number, keep)
-            seq.published = lowered(seq.published, number, length // group.block_size)
             dropped.append(seq.tables[number][keep:])
             del seq.tables[number][keep:]
             if seq.host is not None:
@@ -171,7 +171,8 @@ class KVCacheManager:
                 drop_host_blocks(self, seq.host[number][held:])
                 del seq.host[number][held:]
         drop_tables(self, dropped, nulls)
-        note_limits(self, seq, writable=False)
+        if seq.running:
+            note_limits(self, seq, writable=False)
 
     def _check_in_sight(self, seq: SequenceState, length: int) -> None:
         computed = min(length, seq.num_computed)
@@ -235,6 +236,9 @@ class KVCacheManager:
             NonCausalError: attention is not causal and not all that remains is asked for.
         """
         seq = self._get(seq_id)
+        others = num_external_tokens or num_lookahead_tokens
+        if num_new_tokens == 1 and not others and self.causal and seq.num_computed < min(seq.fast_end, seq.num_tokens):
+            return allocate_next(self, seq)
         request = Request(
             None if num_new_tokens is None else _count("num_new_tokens", num_new_tokens),
             _count("num_external_tokens", num_external_tokens),
@@ -351,10 +355,7 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached prefix; False, and nothing changes, while any block is referenced or pinned."""
-        if not self.pool.reset():
-            return False
-        self.lookup.reset()
-        return True
+        return self.pool.reset()
 
     def take_events(self) -> list[tuple[Any, ...]]:
         """("stored", hash, parent, tokens), ("removed", hash), ("cleared",) since the last call, in order.
@@ -390,11 +391,15 @@ def _keys(extra_keys: ExtraKeys, cache_salt: Any) -> KeySet:
     return KeySet(extra_keys, cache_salt) if extra_keys or cache_salt is not None else NO_KEYS
 
 
-def _count(name: str, value: int) -> int:
+def _integer(name: str, value: int) -> int:
     try:
-        count = operator.index(value)
+        return operator.index(value)
     except TypeError:
-        count = -1
+        raise InvalidArgumentError(f"{name}: expected an int, got {value!r}") from None
+
+
+def _count(name: str, value: int) -> int:
+    count = _integer(name, value)
     if count < 0:
-        raise InvalidArgumentError(f"{name}: expected an int of at least 0, got {value!r}")
+        raise InvalidArgumentError(f"{name}: expected at least 0, got {count}")
     return count

@@ -83,11 +83,14 @@ def share(manager: KVCacheManager, parent: SequenceState, child_id: Hashable) ->
         child.num_granted = length
         manager.num_running += 1
         parent.fast_end = 0
-        child.published, child.attached, child.released = parent.published, parent.attached, parent.released
+        child.published, child.attached, child.released = (
+            min(parent.published, length),
+            parent.attached,
+            parent.released,
+        )
         for number, group in enumerate(manager.groups):
             keep = -(-length // group.block_size)
             child.tables[number] = parent.tables[number][:keep]
-            child.published = lowered(child.published, number, length // group.block_size)
             child.attached = lowered(child.attached, number, keep)
             manager.pool.acquire(child.tables[number])
         child.publish_at = parent.publish_at

@@ -20,15 +20,16 @@ def lowered(counts: Counts, number: int, limit: int) -> Counts:
 
 @dataclass(slots=True)
 class SequenceState:
-    """Lists have one entry per attention group; counts are tokens unless a name says blocks.
+    """Lists and tuples have one entry per attention group; counts are tokens unless a name says blocks.
 
     tokens: ids, fewer than num_tokens where they are unknown. tip: the link of the last of num_links chunks hashed.
     num_granted: slots exist for the positions below. running: attached, and not preempted since.
-    published, attached, released: leading blocks offered to the prefix index, taken from it, given back.
+    published: full blocks below were offered to the prefix index. attached, released: leading blocks of each table that
+    were taken from the index, that were given back.
     host: host block ids of a swapped sequence, -1 where its table has the null block.
     num_hit: tokens that came from the prefix cache at the last admission.
     fast_end: tokens at positions below can be written without a look at any block: those blocks are this sequence's
-    own and unpublished, and no window gives anything back before. publish_at: computed tokens that fill a next block.
+    own and unpublished, and no window gives anything back before. publish_at: computed tokens that fill a next chunk.
     """
 
     seq_id: Hashable
@@ -43,7 +44,7 @@ class SequenceState:
     tip: Link | None = None
     num_links: int = 0
     tables: list[array[int]] = field(init=False)
-    published: Counts = field(init=False)
+    published: int = 0
     attached: Counts = field(init=False)
     released: Counts = field(init=False)
     host: list[list[int]] | None = None
@@ -56,7 +57,8 @@ class SequenceState:
     def detach(self) -> None:
         """Forgets the blocks, which the caller has given back."""
         self.tables = [array("q") for _ in range(self.num_groups)]
-        self.published = self.attached = self.released = (0,) * self.num_groups
+        self.attached = self.released = (0,) * self.num_groups
+        self.published = 0
         self.num_granted = self.fast_end = 0
         self.publish_at = NEVER
         self.running = False

@@ -18,6 +18,11 @@ from pagedkv_ops.testing import assert_within_rounding, dense_attention, poison
 OUT_OF_RANGE = 2**31 - 1  # an id that no cache holds: reading it must fail or crash
 INDEX_DTYPES = (torch.int32, torch.int64)
 
+WRITE_ARGUMENTS = ("key", "value", "key_cache", "value_cache", "slot_mapping")
+TABLE_ARGUMENTS = ("block_table", "seq_lens", "cu_seqlens_q")
+ATTENTION_ARGUMENTS = ("query", "key_cache", "value_cache", *TABLE_ARGUMENTS)  # Case.args
+APPEND_ARGUMENTS = ("query", *WRITE_ARGUMENTS, *TABLE_ARGUMENTS)  # Case.append_args()
+
 
 def pairwise(seed: int, **factors: Sequence[Any]) -> list[dict[str, Any]]:
     """Rows such that every pair of values of two factors occurs together at least once (greedy, deterministic)."""
@@ -110,6 +115,7 @@ class Spec:
     padding_rows: int = 0  # query rows past cu_seqlens_q[-1]
     options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    placement_seed: int = 0  # which blocks the tokens lie in
 
     def window(self) -> tuple[bool, int, int]:
         o = self.options
@@ -221,7 +227,7 @@ def make_case(spec: Spec | None = None, **changes: Any) -> Case:
         spec.layout,
         spec.fill,
     )
-    free = torch.randperm(num_blocks, generator=rng).tolist()
+    free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(spec.placement_seed)).tolist()
     table = torch.full((len(spec.seq_lens), max(num_columns, default=0) + 1), OUT_OF_RANGE, dtype=spec.index_dtype)
     keys, values = [], []
     for b, (query_len, seq_len) in enumerate(zip(spec.query_lens, spec.seq_lens, strict=True)):

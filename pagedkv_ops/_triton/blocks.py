@@ -1,0 +1,175 @@
+"""``copy_blocks`` through a staging buffer, and ``swap_blocks`` between devices through pinned memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import checks, value_checks
+from . import debug
+from .launch import launch
+
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_POINTERS = 8  # caches per launch
+_TILE = 2048
+_STAGE_BYTES = 16 << 20  # per pinned buffer: long enough to reach full PCIe speed, short enough to overlap
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
+def copy_kernel(
+    caches,  # tuple of pointers to caches of one layout
+    staged_ptr,  # [caches, num_pairs, SIZE]
+    mapping_ptr,  # [num_pairs, 2]
+    stride_block,
+    stride_0,
+    stride_1,
+    stride_2,
+    num_pairs,
+    num_blocks,
+    SIZE: tl.constexpr,  # elements of a block: SIZE_0 * SIZE_1 * SIZE_2
+    SIZE_1: tl.constexpr,
+    SIZE_2: tl.constexpr,
+    GATHER: tl.constexpr,  # cache to staging buffer, else back
+    BLOCK: tl.constexpr,
+):
+    pair = tl.program_id(0).to(tl.int64)
+    which = tl.program_id(2)
+    src = tl.load(mapping_ptr + pair * 2).to(tl.int64)
+    dst = tl.load(mapping_ptr + pair * 2 + 1).to(tl.int64)
+    if (src < 0) | (src >= num_blocks) | (dst < 0) | (dst >= num_blocks):
+        return
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = element < SIZE
+    within = (
+        element // (SIZE_1 * SIZE_2) * stride_0 + element // SIZE_2 % SIZE_1 * stride_1 + element % SIZE_2 * stride_2
+    )
+    staged_ptr += (which * num_pairs + pair) * SIZE
+    for i in tl.static_range(len(caches)):
+        if which == i:
+            if GATHER:
+                tl.store(staged_ptr + element, tl.load(caches[i] + src * stride_block + within, mask), mask)
+            else:
+                tl.store(caches[i] + dst * stride_block + within, tl.load(staged_ptr + element, mask), mask)
+
+
+def _block_layout(cache: Tensor) -> tuple[tuple[int, int], ...]:
+    """(size, stride) of the dimensions of one block, outermost first, joined where they are dense."""
+    dims = sorted(((s, n) for n, s in zip(cache.shape[1:], cache.stride()[1:], strict=True) if n != 1), reverse=True)
+    joined: list[tuple[int, int]] = []
+    for stride, size in dims:
+        if joined and joined[-1][1] == size * stride:
+            joined[-1] = (joined[-1][0] * size, stride)
+        else:
+            joined.append((size, stride))
+    return tuple(joined)
+
+
+def _of_three_dimensions(caches: Sequence[Tensor]) -> list[Tensor]:
+    """The caches as integers (bits are moved, never converted); blocks of more than three strides are cut up."""
+    result: list[Tensor] = []
+    for cache in caches:
+        if cache.numel() == 0:
+            continue
+        cache = cache.view(_INTEGER[cache.element_size()])
+        if len(_block_layout(cache)) > 3:
+            result += _of_three_dimensions(cache.unbind(1))
+        else:
+            result.append(cache)
+    return result
+
+
+def copy_blocks(caches: Sequence[Tensor], block_mapping: Tensor) -> None:
+    checks.check_copy_blocks(caches, block_mapping)
+    num_blocks = min(cache.size(0) for cache in caches)
+    debug.check_block_mapping("copy_blocks", block_mapping, num_blocks, num_blocks)
+    block_mapping = block_mapping.contiguous()
+    groups: dict[object, list[Tensor]] = defaultdict(list)
+    for cache in _of_three_dimensions(caches):
+        alignment = cache.data_ptr() % 16  # a compiled kernel knows which of its pointers are multiples of 16
+        groups[cache.dtype, cache.stride(0), _block_layout(cache), alignment].append(cache)
+    batches = [group[i : i + _POINTERS] for group in groups.values() for i in range(0, len(group), _POINTERS)]
+    staged = [batch[0].new_empty(len(batch), block_mapping.size(0), batch[0][0].numel()) for batch in batches]
+    for gather in (True, False):  # every source is read before any destination is written, aliases included
+        for batch, buffer in zip(batches, staged, strict=True):
+            _copy(batch, buffer, block_mapping, num_blocks, gather)
+
+
+def _copy(caches: list[Tensor], staged: Tensor, block_mapping: Tensor, num_blocks: int, gather: bool) -> None:
+    layout = _block_layout(caches[0])
+    dims = ((1, 0),) * (3 - len(layout)) + layout
+    num_pairs, size = staged.shape[1:]
+    launch(
+        copy_kernel,
+        (num_pairs, triton.cdiv(size, _TILE), len(caches)),
+        staged,
+        tuple(caches),
+        staged,
+        block_mapping,
+        caches[0].stride(0),
+        *(stride for _, stride in dims),
+        num_pairs,
+        num_blocks,
+        SIZE=size,
+        SIZE_1=dims[1][0],
+        SIZE_2=dims[2][0],
+        GATHER=gather,
+        BLOCK=_TILE,
+        num_warps=4,
+    )
+
+
+def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
+    """On the current stream of the device; returns to the host with a CPU destination complete."""
+    checks.check_swap_blocks(src, dst, block_mapping)
+    value_checks.check_block_mapping("swap_blocks", block_mapping, src.size(0), dst.size(0))  # it lives on the CPU
+    if block_mapping.size(0) == 0 or src[0].numel() == 0:
+        return
+    src, dst = (cache.view(_INTEGER[cache.element_size()]) for cache in (src, dst))
+    from_ids, to_ids = block_mapping.long().unbind(1)
+    if src.device.type == "cpu":
+        _to_device(src, dst, from_ids, to_ids)
+    elif dst.device.type == "cpu":
+        _to_host(src, dst, from_ids, to_ids)
+    else:
+        dst[to_ids.to(dst.device)] = src[from_ids.to(src.device)].to(dst.device)
+
+
+def _stages(src: Tensor, from_ids: Tensor, to_ids: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Parts of a swap: source ids, destination ids and a pinned buffer that holds their blocks."""
+    block_bytes = src[0].numel() * src.element_size()
+    step = max(1, _STAGE_BYTES // block_bytes)
+    for ids, to in zip(from_ids.split(step), to_ids.split(step), strict=True):
+        yield ids, to, torch.empty((len(ids), *src.shape[1:]), dtype=src.dtype, pin_memory=True)
+
+
+def _to_device(src: Tensor, dst: Tensor, from_ids: Tensor, to_ids: Tensor) -> None:
+    """The host gathers the next stage while the last one is on its way."""
+    with torch.cuda.device_of(dst):
+        for ids, to, buffer in _stages(src, from_ids, to_ids):
+            torch.index_select(src, 0, ids, out=buffer)
+            dst.index_copy_(0, to.to(dst.device), buffer.to(dst.device, non_blocking=True))
+
+
+def _to_host(src: Tensor, dst: Tensor, from_ids: Tensor, to_ids: Tensor) -> None:
+    """The host scatters one stage while the next one is on its way."""
+    in_flight: deque[tuple[torch.cuda.Event, Tensor, Tensor]] = deque()
+
+    def scatter() -> None:
+        arrived, to, buffer = in_flight.popleft()
+        arrived.synchronize()
+        dst.index_copy_(0, to, buffer)
+
+    with torch.cuda.device_of(src):
+        for ids, to, buffer in _stages(src, from_ids, to_ids):
+            buffer.copy_(src.index_select(0, ids.to(src.device)), non_blocking=True)
+            in_flight.append((torch.cuda.Event(), to, buffer))
+            in_flight[-1][0].record()
+            if len(in_flight) > 1:
+                scatter()
+        while in_flight:
+            scatter()

@@ -1,0 +1,71 @@
+"""Which tile sizes, warps and split counts a launch uses: from shapes and the architecture alone, nothing is timed."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .tuned import TABLE
+
+MAX_SPLITS = 128
+MAX_HEAD_SIZE = 1024
+MIN_SPLIT_KEYS = 256  # below it, the second pass costs more than the split gains
+
+
+class Config(NamedTuple):
+    block_m: int  # for decode the most; fewer where a token's group of heads is smaller
+    block_n: int
+    num_warps: int
+    num_stages: int
+    blocks_per_sm: int
+
+
+@functools.cache
+def _device(index: int) -> tuple[str, int]:
+    """The table's name of an architecture and the number of its multiprocessors."""
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    name = {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get(capability, "small")
+    return name, properties.multi_processor_count
+
+
+def device(tensor: Tensor) -> tuple[str, int]:
+    if tensor.is_cuda:
+        return _device(tensor.get_device())
+    return "sm_80", 108  # Triton's interpreter
+
+
+def padded(size: int) -> int:
+    """Tile width for a head size: matrix instructions want at least 16, tiles a power of two."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def attention_config(
+    arch: str, num_tokens: int, batch: int, group: int, head_size: int, itemsize: int, invariant: bool
+) -> Config:
+    """The row of the table for these shapes. ``invariant``: the same row whatever the number of tokens is."""
+    width = max(64, padded(head_size))
+    few_rows = num_tokens <= batch or num_tokens * group <= 32 * batch
+    kind = "decode" if few_rows or invariant or (arch, "prefill", itemsize, width) not in TABLE else "prefill"
+    config = Config(*TABLE[arch, kind, itemsize, width])
+    if kind == "decode":  # rows for one token's group of heads, or for a few tokens of each sequence
+        rows = group if num_tokens <= batch or invariant else 32
+        config = config._replace(block_m=min(max(16, triton.next_power_of_2(rows)), config.block_m))
+    return config
+
+
+def num_splits(programs: int, capacity: int, target: int) -> int:
+    """Splits of the keys, for ``programs`` thread blocks without any, so that about ``target`` of them run."""
+    most = min(MAX_SPLITS, triton.cdiv(capacity, MIN_SPLIT_KEYS))
+    return max(1, min(triton.cdiv(target, max(programs, 1)), most))
+
+
+def check_head_size(op: str, key_cache: Tensor, value_cache: Tensor) -> None:
+    """Tiles hold whole heads in shared memory."""
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.size(3) > MAX_HEAD_SIZE:
+            raise RuntimeError(f"{op}: {name}.size(3) must be at most {MAX_HEAD_SIZE} on CUDA, got {cache.size(3)}")

@@ -1,0 +1,63 @@
+"""Checks of what index tensors hold. They wait for the device, so they run only under ``PAGEDKV_CHECK=1``.
+
+A graph under capture can not wait: there they are off, and the kernels skip what is out of range.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import value_checks
+
+
+def enabled() -> bool:
+    return os.environ.get("PAGEDKV_CHECK") == "1" and not (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )
+
+
+def check_write(op: str, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    value_checks.check_distinct_caches(op, key_cache, value_cache)  # reads no data: always
+    if not enabled():
+        return
+    value_checks.check_slots(op, slot_mapping, key_cache)
+    writer: dict[int, int] = {}
+    for i, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0 and writer.setdefault(slot, i) != i:
+            raise RuntimeError(
+                f"{op}: slot_mapping[{i}] must name a slot of its own, got {slot} like slot_mapping[{writer[slot]}]"
+            )
+
+
+def check_attention(
+    op: str,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    *,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    **_: Any,
+) -> None:
+    if enabled():
+        value_checks.check_attention_values(
+            op, query.size(0), key_cache, block_table, seq_lens, cu_seqlens_q, causal, window_left, window_right
+        )
+
+
+def check_gather(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int) -> None:
+    if enabled():
+        value_checks.check_gather_values(cache, block_table, seq_lens, max_len)
+
+
+def check_block_mapping(op: str, block_mapping: Tensor, num_src: int, num_dst: int) -> None:
+    if enabled():
+        value_checks.check_block_mapping(op, block_mapping, num_src, num_dst)

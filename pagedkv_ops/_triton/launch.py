@@ -1,0 +1,56 @@
+"""What every launcher shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    meta: dict[str, Any]
+
+
+_recorded: list[Launch] | None = None
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Collect launches instead of starting them: for compiling without a device, and for looking at arguments."""
+    global _recorded
+    _recorded = launches = []
+    try:
+        yield launches
+    finally:
+        _recorded = None
+
+
+def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *args: Any, **meta: Any) -> None:
+    """Start ``kernel`` on the device of ``like``; an empty grid is no work.
+
+    Grid and arguments must come from shapes and strides: a captured CUDA graph replays them for other lengths.
+    """
+    if 0 in grid:
+        return
+    if _recorded is not None:
+        _recorded.append(Launch(kernel, grid, args, meta))
+        return
+    with torch.cuda.device_of(like):
+        kernel[grid](*args, **meta)
+
+
+def head_blocks(num_heads: int, *head_sizes: int) -> tuple[int, int]:
+    """Heads per program, and programs per token, when a program moves about 4,096 elements of a token."""
+    width = max(triton.next_power_of_2(size) for size in head_sizes)
+    heads = min(triton.next_power_of_2(num_heads), max(1, 4096 // width))
+    return heads, triton.cdiv(num_heads, heads)

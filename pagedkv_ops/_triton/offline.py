@@ -1,0 +1,130 @@
+"""Compiles recorded launches for an architecture without a device, and reads what the assembler made of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from .launch import Launch
+
+_POINTEES = {
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "int8": "i8",
+    "int16": "i16",
+    "int32": "i32",
+    "int64": "i64",
+}
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass
+class Report:
+    """What the assembler reports of one kernel, and counts of the instructions that decide its speed."""
+
+    registers: int
+    shared_bytes: int
+    stack_bytes: int
+    local_memory_instructions: int  # spills
+    tensor_core_instructions: int
+    tensor_core: str  # mnemonic
+    async_copies_128: int
+    loads_128: int
+    stores_128: int
+    instructions: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _argument(value: Any, specialise: bool) -> tuple[str, bool]:
+    """Triton's type of an argument, and whether its value (a pointer's address) is a multiple of 16."""
+    if value is None:
+        return "constexpr", False
+    if isinstance(value, Tensor):
+        return "*" + _POINTEES[str(value.dtype).removeprefix("torch.")], True  # torch aligns allocations
+    if isinstance(value, float):
+        return "fp32", False
+    if specialise and value == 1:
+        return "constexpr", False
+    return ("i32" if -(2**31) <= value < 2**31 else "i64"), specialise and value % 16 == 0
+
+
+def _source(launch: Launch) -> ASTSource:
+    """The source that Triton's launcher would compile for these arguments."""
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    options = ("num_warps", "num_stages")
+    values = dict(zip((p.name for p in launch.kernel.params), launch.args, strict=False))
+    values |= {name: value for name, value in launch.meta.items() if name not in options}
+    for i, parameter in enumerate(launch.kernel.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            constants[(i,)] = value
+            continue
+        parts = value if isinstance(value, tuple) else (value,)
+        types = []
+        for j, part in enumerate(parts):
+            path = (i, j) if isinstance(value, tuple) else (i,)
+            kind, divisible = _argument(part, not parameter.do_not_specialize)
+            types.append(kind)
+            if kind == "constexpr":
+                constants[path] = part
+            elif divisible:
+                attributes[path] = [["tt.divisibility", 16]]
+        signature[parameter.name] = tuple(types) if isinstance(value, tuple) else types[0]
+    return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def compile_launch(launch: Launch, capability: int) -> Any:
+    """Triton's compiled kernel (``.asm["ttgir" | "ptx" | "cubin"]``); capability 90 is sm_90."""
+    options = {name: launch.meta[name] for name in ("num_warps", "num_stages") if name in launch.meta}
+    return triton.compile(_source(launch), target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def inspect(compiled: Any) -> Report:
+    with tempfile.TemporaryDirectory() as directory:
+        cubin = Path(directory) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = _run("cuobjdump", "--dump-resource-usage", cubin)
+        sass = _run("nvdisasm", "-c", cubin)
+    tensor_core = re.findall(r"\b(HGMMA|HMMA|UTCHMMA|UTC\w*MMA|QGMMA|IMMA|OMMA)\b", sass)
+
+    def count(pattern: str) -> int:
+        return len(re.findall(pattern, sass))
+
+    return Report(
+        registers=_number(r"REG:(\d+)", usage),
+        shared_bytes=compiled.metadata.shared,
+        stack_bytes=_number(r"STACK:(\d+)", usage),
+        local_memory_instructions=count(r"\b(?:STL|LDL)\b"),
+        tensor_core_instructions=len(tensor_core),
+        tensor_core=tensor_core[0] if tensor_core else "",
+        async_copies_128=count(r"\bLDGSTS\.\S*128"),
+        loads_128=count(r"\bLDG\.\S*128"),
+        stores_128=count(r"\bSTG\.\S*128"),
+        instructions=count(r"/\*[0-9a-f]{4,}\*/"),
+    )
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump reports no {pattern}: {text}")
+    return int(found[1])
+
+
+def _run(tool: str, *args: object) -> str:
+    return subprocess.run([_TOOLS / tool, *map(str, args)], check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,25 @@
+"""transformers on blocks: importing this registers the attention and mask functions ``"pagedkv"``."""
+
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention import paged_attention
+from .cache import PagedCache
+from .masks import NAME, paged_mask
+from .patch import clear_prefix_cache, patch, patched, pool, unpatch
+from .pool import Pool
+from .support import UnsupportedModelError
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, paged_mask)
+
+__all__ = [
+    "PagedCache",
+    "Pool",
+    "UnsupportedModelError",
+    "clear_prefix_cache",
+    "patch",
+    "patched",
+    "pool",
+    "unpatch",
+]

@@ -1,0 +1,119 @@
+"""The attention function: paged where keys, values and mask are untouched, the model's own dense one elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import pagedkv_ops
+
+from .layers import PAGED, UNDECIDED, PagedLayer
+from .masks import dense_implementation
+from .tags import TAG, MaskTag
+
+# arguments that do not change the result of attention over a causal, possibly windowed, mask
+_HARMLESS = {
+    "cache",
+    "past_key_values",
+    "position_ids",
+    "position_embeddings",
+    "cache_position",
+    "sliding_window",  # the mask has it
+    "layer_idx",
+}
+
+
+def _is_plain(kwargs: dict[str, Any]) -> bool:
+    """No argument that could change the attention: none with a tensor or a number that is not known."""
+    return all(
+        name in _HARMLESS or value is None or not isinstance(value, Tensor | float | tuple | list)
+        for name, value in kwargs.items()
+    )
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention interface. query: [B, Hq, L, D]; key and value as the cache returned them.
+
+    Returns:
+        [B, L, Hq, Dv], and the weights where the model's own attention gives them.
+    """
+    layer: Any = getattr(key, TAG, None)
+    mask: MaskTag | None = getattr(attention_mask, TAG, None)
+    untouched = layer is not None and mask is not None and getattr(value, TAG, None) is layer
+    if untouched and is_causal is not False and not dropout and _is_plain(kwargs):
+        if layer.mode == UNDECIDED:
+            layer.mode = PAGED
+        window = mask.window  # type: ignore[union-attr]
+        return _paged(layer, query, scaling, softcap, s_aux, -1 if window is None else window - 1), None
+    if layer is not None and layer.mode == PAGED:
+        raise NotImplementedError(
+            f"pagedkv: {type(module).__name__} was served from blocks and now asks for attention that they do not "
+            "give (a mask or an argument of its own, or dropout); use pagedkv.unpatch(model) for this call"
+        )
+    optional = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, "is_causal": is_causal}
+    kwargs.update({name: value for name, value in optional.items() if value is not None})
+    dense_mask = attention_mask if mask is None else mask.build()
+    return _dense(module, query, key, value, dense_mask, dropout=dropout, **kwargs)
+
+
+def _paged(
+    layer: PagedLayer,
+    query: Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    window_left: int,
+) -> Tensor:
+    step = layer.step
+    assert step is not None
+    batch, num_heads, length, _ = query.shape
+    packed = query.transpose(1, 2).flatten(0, 1)  # [B*L, Hq, D]
+    cu_seqlens_q = step.cu_seqlens_q
+    if length != step.query_length:
+        # a layer that reuses another's keys may ask for the last columns only
+        if step.order is not None:
+            raise NotImplementedError("pagedkv: fewer queries than keys with padding inside or behind rows")
+        cu_seqlens_q = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
+    elif step.order is not None:
+        packed = packed.index_select(0, step.order)
+    out = pagedkv_ops.paged_attention(
+        packed,
+        layer.key_cache,
+        layer.value_cache,
+        step.block_table,
+        step.seq_lens,
+        cu_seqlens_q,
+        scale=scaling,
+        window_left=window_left,
+        softcap=softcap or 0.0,
+        sinks=sinks,
+    )  # [B*L, Hq, Dv]
+    if step.inverse is not None:
+        out = out.index_select(0, step.inverse)
+    return out.view(batch, length, num_heads, -1)
+
+
+def _dense(module: torch.nn.Module, *tensors: Tensor | None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """What the model would run without this library: its previous implementation, or its own eager one."""
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    name = dense_implementation(getattr(module, "config", None))
+    if own is None and name == "eager":
+        raise NotImplementedError(f"pagedkv: {type(module).__module__} has no eager_attention_forward to fall back to")
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, own)
+    return attend(module, *tensors, **kwargs)  # type: ignore[no-any-return]

@@ -1,0 +1,181 @@
+"""PagedCache: the transformers ``Cache`` whose attention layers keep their keys and values in blocks."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
+
+from .layers import PagedHybridLayer, PagedLayer
+from .masks import active
+from .pool import Pool, Window
+from .rows import free_sequences
+from .sizing import blocks_for, estimated_block_bytes
+from .state import PagedState
+
+# up to 5.23 crop() also took the length to keep
+_CROP_TAKES_LENGTH = Version(transformers.__version__) < Version("5.24")
+
+_LAYER_CLASSES: dict[str, type] = {
+    "full_attention": PagedLayer,
+    "sliding_attention": PagedLayer,
+    "chunked_attention": PagedLayer,
+    "hybrid": PagedHybridLayer,
+    "hybrid_sliding": PagedHybridLayer,
+}
+_SHARED = ("state", "step", "key_cache", "value_cache")  # by copies of a layer
+_NATIVE = ("conv", "linear_attention", "dummy")
+
+
+def layer_kinds(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
+    """The kind and the arguments of each cache layer.
+
+    Raises:
+        NotImplementedError: a layer keeps something that blocks do not hold.
+    """
+    kinds, kwargs = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    for kind in kinds:
+        if kind not in _LAYER_CLASSES and kind not in _NATIVE:
+            raise NotImplementedError(f"its {kind} layers cache more than keys and values per token")
+    return list(zip(kinds, kwargs, strict=True))
+
+
+def layer_windows(config: PreTrainedConfig) -> list[Window]:
+    """The distinct windows of the attention layers: one group of blocks each."""
+    windows = [kwargs.get("sliding_window") for kind, kwargs in layer_kinds(config) if kind in _LAYER_CLASSES]
+    return list(dict.fromkeys(windows)) or [None]
+
+
+class PagedCache(Cache):  # type: ignore[misc]
+    """Keys and values in blocks, for ``generate(..., cache=...)`` or a forward of a model with ``"pagedkv"`` attention.
+
+    One object holds one batch; its blocks go back to the pool with :meth:`reset` or when it is collected.
+
+    Args:
+        config: the model's config.
+        block_size: tokens per block.
+        num_blocks: blocks of a pool of its own, the null block included; None: sized from ``memory``.
+        memory: bytes of that pool, or the fraction (0..1) of what is free; see :func:`pagedkv.hf.sizing.blocks_for`.
+        kv_dtype: type of the stored keys and values; None: the type they come in.
+        pool: share a pool instead; excludes the arguments before.
+
+    Raises:
+        NotImplementedError: a layer keeps something that blocks do not hold; the message names it.
+        OutOfBlocksError: in a forward that the pool has too few blocks for; nothing was changed.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        memory: int | float | None = None,
+        kv_dtype: torch.dtype | None = None,
+        pool: Pool | None = None,
+    ) -> None:
+        kinds, windows = layer_kinds(config), layer_windows(config)
+        if pool is None:
+            text = config.get_text_config(decoder=True)
+            if num_blocks is None:
+                device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+                num_blocks = blocks_for(estimated_block_bytes(text, block_size, kv_dtype), memory, device)
+            max_length = getattr(text, "max_position_embeddings", None) or 2048
+            pool = Pool(num_blocks, block_size, windows, max_length=max_length, kv_dtype=kv_dtype)
+        self.config = config
+        layers = []
+        for kind, kwargs in kinds:
+            native = DYNAMIC_LAYER_TYPE_MAPPING[kind]
+            layers.append(_LAYER_CLASSES.get(kind, native)(**kwargs))
+        super().__init__(layers=layers)
+        paged = [layer for layer in layers if isinstance(layer, PagedLayer)]
+        rows = dict.fromkeys(windows, 0)
+        for layer in paged:
+            layer.group, layer.row = windows.index(layer.sliding_window), rows[layer.sliding_window]
+            rows[layer.sliding_window] += 1
+        self._bind(PagedState(pool, paged))
+
+    def _bind(self, state: PagedState) -> None:
+        self.state = state
+        for layer in state.layers:
+            layer.state = state
+        self._finalizer = weakref.finalize(self, free_sequences, state.pool, state.seqs)
+
+    @property
+    def pool(self) -> Pool:
+        return self.state.pool
+
+    def block_ids(self, layer_idx: int = 0) -> list[list[int]]:
+        """The blocks of each row in this layer; 0 where a window has passed."""
+        rows = self.state.rows
+        return [] if rows is None else [list(ids) for ids in rows.blocks[self.layers[layer_idx].group]]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        active.state = self.state
+        return self.state.seen + query_length, 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        return layer.get_seq_length() if isinstance(layer, PagedLayer) else self.state.seen
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` columns of every row (up to 5.23 also: keep so many columns).
+
+        Raises:
+            ValueError: a positive number from 5.24 on.
+            ReleasedPositionError: a window has given back what the next token would see.
+        """
+        if tokens_to_remove > 0:
+            if not _CROP_TAKES_LENGTH:
+                raise ValueError(
+                    f"crop: tokens_to_remove must be at most 0 (minus the tokens to remove), got {tokens_to_remove}"
+                )
+            tokens_to_remove = min(0, tokens_to_remove - self.state.seen)
+        self.state.rollback(-tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.state.select(beam_idx.tolist())
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        batch = self.state.batch
+        self.state.select([row for row in range(batch) for _ in range(repeats)])
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        batch = self.state.batch
+        self.state.select(torch.arange(batch)[indices.cpu()].tolist())
+        super().batch_select_indices(indices)
+
+    def reset(self) -> None:
+        """Give back every block; the object can hold another batch then."""
+        self.state.clear()
+        super().reset()
+
+    @property
+    def batch_size(self) -> int:
+        return self.state.batch or -1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        """A cache with the same tokens on the same blocks; each copies a block before it writes into it."""
+        other = copy.copy(self)
+        memo[id(self)] = other
+        other.layers = []
+        for layer in self.layers:
+            twin = copy.copy(layer)
+            if isinstance(layer, PagedLayer):
+                twin.step = None
+            if type(layer) is not PagedLayer:
+                names = [name for name in vars(twin) if name not in ("state", "step", "key_cache", "value_cache")]
+                vars(twin).update({name: copy.deepcopy(vars(layer)[name], memo) for name in names})
+            other.layers.append(twin)
+        other._bind(self.state.copy([layer for layer in other.layers if isinstance(layer, PagedLayer)]))
+        return other

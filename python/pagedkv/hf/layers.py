@@ -1,0 +1,149 @@
+"""Cache layers over blocks, one class per kind of layer that transformers knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+
+import pagedkv_ops
+
+from ..cache import LayerSpec
+from .state import PagedState, Step
+from .tags import TAG
+
+UNDECIDED, PAGED, GATHERED = "undecided", "paged", "gathered"
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one attention layer in blocks.
+
+    ``mode`` is settled by the first forward. PAGED: the attention function got keys, values and mask as this layer and
+    the mask function made them, and reads the blocks itself. GATHERED: the model does something else with them, so that
+    every update returns dense keys and values, as the library's own layers do.
+    """
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, sliding_window: int | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.sliding_window = sliding_window
+        self.is_sliding = sliding_window is not None
+        self.mode = UNDECIDED
+        self.done = False  # took part in the planned forward
+        self.record_past = False
+        self.state: PagedState
+        self.group = self.row = 0
+        self.step: Step | None = None
+        self.key_cache: Tensor
+        self.value_cache: Tensor
+
+    @property
+    def is_compileable(self) -> bool:
+        return self.mode == PAGED
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._attach(key_states, value_states)
+
+    def _attach(self, key_states: Tensor, value_states: Tensor) -> None:
+        pool = self.state.pool
+        spec = LayerSpec(
+            key_states.shape[1],
+            key_states.shape[3],
+            value_states.shape[3],
+            pool.kv_dtype or key_states.dtype,
+            key_states.device,
+        )
+        self.key_cache, self.value_cache = pool.store(self.row, spec)
+        self.step = self.state.step(self.group, key_states.device)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write [B, Hkv, L, D] keys and [B, Hkv, L, Dv] values; what the attention of this layer shall read."""
+        if self.done or self.state.query_length != key_states.shape[2]:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    "PagedCache: a compiled forward must be planned before it runs: call the model through generate(), "
+                    "or compile with pagedkv.patch(model, compile=True)"
+                )
+            # the model neither asked for a mask nor came through a patched forward: it masks by columns itself
+            self.state.plan(None, key_states.shape[0], key_states.shape[2], dense=True)
+        if self.step is None:
+            self._attach(key_states, value_states)
+        step = self.step
+        assert step is not None
+        self.done = True
+        pagedkv_ops.write_kv(
+            key_states.transpose(1, 2).flatten(0, 1),  # [B*L, Hkv, D]
+            value_states.transpose(1, 2).flatten(0, 1),
+            self.key_cache,
+            self.value_cache,
+            step.slot_mapping,
+        )
+        first = self.mode == UNDECIDED and self.state.columns == 0
+        if step.dense or not (first or self.mode == PAGED):
+            if self.mode == UNDECIDED and not first:
+                self.mode = GATHERED
+            return self._gather(key_states, value_states)
+        setattr(key_states, TAG, self)
+        setattr(value_states, TAG, self)
+        return key_states, value_states
+
+    def _gather(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Dense [B, Hkv, columns, D] keys and values of all columns; zero in padding."""
+        state, step = self.state, self.step
+        if state.columns == 0:
+            return key_states, value_states
+        assert step is not None
+        batch, device = key_states.shape[0], key_states.device
+        table, lengths, max_len = step.block_table[:batch], step.seq_lens[:batch], state.max_length
+        columns = state.column_index(device) if state.has_padding else None  # [B, columns]
+        dense = []
+        for cache, new in ((self.key_cache, key_states), (self.value_cache, value_states)):
+            tokens = pagedkv_ops.gather_kv(cache, table, lengths, max_len).to(new.dtype)  # [B, max_len, Hkv, D]
+            if columns is not None:
+                tokens = tokens.gather(1, columns[:, :, None, None].expand(-1, -1, *tokens.shape[2:]))
+            dense.append(tokens.transpose(1, 2))
+        return dense[0], dense[1]
+
+    def get_seq_length(self) -> int:
+        return self.state.columns + (self.state.query_length if self.done else 0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.state.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    # The rows belong to all layers: PagedCache moves them once for all.
+    def reset(self) -> None: ...
+    def offload(self) -> None: ...
+    def prefetch(self) -> None: ...
+    def crop(self, tokens_to_remove: int) -> None: ...
+    def reorder_cache(self, beam_idx: Tensor) -> None: ...
+    def batch_repeat_interleave(self, repeats: int) -> None: ...
+    def batch_select_indices(self, indices: Tensor) -> None: ...
+
+
+class PagedHybridLayer(LinearAttentionLayer, PagedLayer):  # type: ignore[misc]
+    """A layer with a recurrent or convolutional state, which is the library's, beside attention."""
+
+    is_compileable = False
+
+    def __init__(self, sliding_window: int | None = None, number_of_states: int = 1, **kwargs: Any) -> None:
+        PagedLayer.__init__(self, sliding_window)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        if args:
+            PagedLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)

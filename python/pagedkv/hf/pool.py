@@ -1,0 +1,138 @@
+"""The blocks that a model's caches share: one manager, and each layer's tensors, allocated at its first write."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..block_table import BlockTable
+from ..cache import LayerSpec, PagedKVCache
+from ..manager import GroupSpec, KVCacheManager
+from .tags import TAG, MaskTag
+
+Window = int | None
+
+
+class Pool:
+    """Blocks for the attention layers of one model, shared by its caches.
+
+    Layers with equal windows form a group with a block table of its own. The i-th layers of all groups share one pair
+    of tensors where their shapes agree, so that nothing is reserved twice. Tensors follow the layer's device and type.
+
+    Args:
+        num_blocks: blocks, the null block included.
+        block_size: tokens per block.
+        windows: the window of each group in tokens, the token itself included; None: unlimited.
+        max_length: tokens that the block tables are made wide enough for; they grow when a sequence passes it.
+        kv_dtype: type of the stored keys and values; None: the type they come in.
+        prefix_caching: keep full blocks for later prompts that begin with the same tokens.
+        watermark, num_host_blocks: of the :class:`pagedkv.KVCacheManager`.
+
+    Attributes:
+        manager: the :class:`pagedkv.KVCacheManager` behind it.
+        peak_used_blocks: the most blocks that were in use at once.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        windows: Sequence[Window] = (None,),
+        *,
+        max_length: int = 2048,
+        kv_dtype: torch.dtype | None = None,
+        prefix_caching: bool = False,
+        watermark: float = 0.0,
+        num_host_blocks: int = 0,
+    ) -> None:
+        groups = [GroupSpec() if window is None else GroupSpec("sliding", window) for window in windows]
+        self.manager = KVCacheManager(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=prefix_caching,
+            watermark=watermark,
+            num_host_blocks=num_host_blocks,
+            groups=groups,
+        )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.windows = list(windows)
+        self.kv_dtype = kv_dtype
+        self.prefix_caching = prefix_caching
+        self.num_host_blocks = num_host_blocks
+        self.table_width = max(1, min(num_blocks - 1, -(-max_length // block_size)))
+        self.peak_used_blocks = 0
+        self.new_seq_id = itertools.count().__next__
+        self._stores: dict[tuple[int, LayerSpec], PagedKVCache] = {}
+        self._static: dict[tuple[int, int, int, torch.device], BlockTable] = {}
+        self._markers: dict[tuple[Window, torch.device], Tensor] = {}
+        self._owners: dict[tuple[int, int, int, torch.device], object] = {}
+
+    def store(self, row: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
+        """Key and value tensors of a group's ``row``-th layer; those of other groups with this spec get the same."""
+        store = self._stores.get((row, spec))
+        if store is None:
+            store = self._stores[row, spec] = PagedKVCache(
+                self.num_blocks, self.block_size, [spec], num_host_blocks=self.num_host_blocks
+            )
+            for cache in (store.key_caches[0], store.value_caches[0]):
+                # stands where a window has passed: gathered and masked, so it must not hold NaN
+                cache[0].zero_()
+                torch._dynamo.mark_static_address(cache)
+        return store.key_caches[0], store.value_caches[0]
+
+    def apply_moves(self) -> None:
+        """Bring the blocks that are written or read next, in every layer: swaps, and copies of what was shared."""
+        swaps, copies = self.manager.take_swaps(), self.manager.take_copies()
+        if copies or swaps[0] or swaps[1]:
+            for store in self._stores.values():
+                store.apply(swaps, copies)
+
+    def static(self, group: int, batch: int, device: torch.device, owner: object) -> tuple[BlockTable, bool]:
+        """The buffers of every decode step of this batch size, so that compiled graphs see the same tensors.
+
+        Also whether they hold another owner's rows still.
+        """
+        key = (group, batch, self.table_width, device)
+        table = self._static.get(key)
+        if table is None:
+            table = self._static[key] = BlockTable(batch, self.table_width, batch, self.block_size, device=device)
+            for tensor in table.tensors.values():
+                torch._dynamo.mark_static_address(tensor)
+        is_new = self._owners.get(key) is not owner
+        self._owners[key] = owner
+        return table, is_new
+
+    def marker(self, window: Window, device: torch.device) -> Tensor:
+        """The [1, 1, 1, 1] mask that stands for a causal one with this window."""
+        marker = self._markers.get((window, device))
+        if marker is None:
+            marker = self._markers[window, device] = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
+            setattr(marker, TAG, MaskTag(window))
+        return marker
+
+    def fit_tables(self, num_blocks: int) -> None:
+        """Widen the block tables for a sequence of ``num_blocks``."""
+        if num_blocks > self.table_width:
+            self.table_width = max(2 * self.table_width, num_blocks)
+
+    def note_use(self) -> None:
+        self.peak_used_blocks = max(self.peak_used_blocks, self.used_blocks)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that a sequence holds now."""
+        return self.num_blocks - 1 - self.manager.num_free_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers; 0 before the first forward."""
+        return sum(store.block_bytes for store in self._stores.values())
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of KV memory that sequences hold now."""
+        return self.used_blocks * self.block_bytes

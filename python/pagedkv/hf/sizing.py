@@ -1,0 +1,62 @@
+"""How many blocks a pool gets when nobody says so."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CPU_FRACTION = 0.5  # of the available memory; only reserved: pages are touched as blocks are used
+CUDA_FRACTION = 0.8  # of the free memory, after the weights
+MAX_DEFAULT_BLOCKS = 65_536  # keeps the manager of a tiny model small
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a device; on CPU what the system can give without swapping."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def blocks_for(block_bytes: int, memory: int | float | None, device: torch.device) -> int:
+    """Blocks of a pool, the null block included.
+
+    Args:
+        block_bytes: bytes of a block over all layers.
+        memory: bytes, or a fraction (0..1) of what is free on ``device``; None: on CPU half of what is free, on CUDA
+            0.8 of it, at most 65,536 blocks.
+
+    Raises:
+        ValueError: a memory that holds no block, or a fraction above 1.
+    """
+    limit = None
+    if memory is None:
+        memory = CUDA_FRACTION if device.type == "cuda" else CPU_FRACTION
+        limit = MAX_DEFAULT_BLOCKS
+    if isinstance(memory, float):
+        if not 0 < memory <= 1:
+            raise ValueError(f"memory must be an int of bytes or a fraction above 0 and up to 1, got {memory}")
+        memory = int(memory * free_memory(device))
+    num_blocks = memory // block_bytes
+    if num_blocks < 2:
+        raise ValueError(f"memory must hold two blocks of {block_bytes} bytes (one is the null block), got {memory}")
+    return num_blocks if limit is None else min(num_blocks, limit)
+
+
+def estimated_block_bytes(config: Any, block_size: int, kv_dtype: torch.dtype | None) -> int:
+    """Bytes of a block over all layers, from the names that most configs use."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = 2 * head_size
+    if getattr(config, "kv_lora_rank", None):  # keys and values are stored per head, after the up-projection
+        heads = config.num_attention_heads
+        sizes = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    dtype = kv_dtype or getattr(config, "dtype", None) or torch.float32
+    return int(config.num_hidden_layers * block_size * heads * sizes * dtype.itemsize)

@@ -1,0 +1,268 @@
+"""What one PagedCache knows about its batch, and the index tensors that each forward reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .packing import Packing
+from .pool import Pool
+from .rows import Rows
+
+Bools = NDArray[np.bool_]
+
+
+class Step:
+    """Index tensors of one forward, for the layers of one group on one device.
+
+    Attributes:
+        slot_mapping: [B*L] int64. block_table: [S, W] int32 and seq_lens: [S] int32, S sequences.
+        cu_seqlens_q: [S+1] int32; None: one query token per sequence.
+        order: [B*L] int64, packed token -> query token; None: the packed order is row after row. inverse: its inverse.
+        dense: attention over gathered keys in this forward, because its mask is more than causal and windowed.
+    """
+
+    slot_mapping: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor | None = None
+    order: Tensor | None = None
+    inverse: Tensor | None = None
+    dense = False
+    batch = 0
+    query_length = 0
+
+
+class PagedState:
+    """Columns are what transformers counts: padding included. Rows hold the real tokens only.
+
+    Attributes:
+        columns: columns before the planned forward. query_length: its columns.
+        extra_keys: what a cached prefix depends on besides its tokens.
+        token_ids: [B, any], ends with the ids of the planned forward's columns, where a caller knows them.
+        copies: rows that come in groups of this many equal ones (beams, returned sequences).
+    """
+
+    def __init__(self, pool: Pool, layers: Sequence[Any]) -> None:
+        self.pool = pool
+        self.layers = list(layers)
+        self.rows: Rows | None = None
+        self.columns = 0
+        self.query_length = 0
+        self.copies = 1
+        self.token_ids: Tensor | None = None
+        self.seqs: list[int] = []  # of the rows; outlives them for the finalizer
+        self._valid: list[Bools] = []  # [B, L] per forward: real tokens
+        self._steps: dict[tuple[int, torch.device], Step] = {}
+        self._owner = object()
+        self._batch = 0
+        self._dense = False
+        self._packing: Packing | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """A forward is planned and no layer has taken part in it."""
+        return self.query_length > 0 and not any(layer.done for layer in self.layers)
+
+    @property
+    def batch(self) -> int:
+        return 0 if self.rows is None else self.rows.batch
+
+    @property
+    def seen(self) -> int:
+        """Columns after the planned forward, if it ran."""
+        return self.columns if self.is_pending else self.columns + self.query_length
+
+    def step(self, group: int, device: torch.device) -> Step:
+        """The step of a group on a device; filled by every plan from then on."""
+        step = self._steps.get((group, device))
+        if step is None:
+            step = self._steps[group, device] = Step()
+            self._fill_step(step, group, device)
+        return step
+
+    def plan(self, attention_mask: Tensor | None, batch: int, query_length: int, dense: bool = False) -> None:
+        """Give the next ``query_length`` columns their slots and fill the steps. A repeated call changes nothing.
+
+        Args:
+            attention_mask: [B, columns], true for real tokens, the columns before included; None: all are real.
+            dense: see :class:`Step`.
+
+        Raises:
+            ValueError: the mask or the batch does not continue what the cache holds.
+            OutOfBlocksError: the pool has too few blocks; nothing was changed.
+        """
+        if self.is_pending:
+            if (batch, query_length) == (self._batch, self.query_length):
+                self._set_dense(dense or self._dense)
+                return
+            self.rollback(self.query_length)
+        self._advance()
+        rows = self._rows(batch)
+        valid = self._new_valid(attention_mask, query_length)
+        ids = self._new_ids(batch, query_length)
+        if not rows.is_split and (query_length == 1 or not _rows_equal(ids, valid, self.copies)):
+            rows.split()
+        rows.hold = any(getattr(layer, "record_past", False) and layer.is_sliding for layer in self.layers)
+        starts = rows.lengths.copy()
+        held = rows.grow(valid.sum(1), _real_ids(ids, valid) if self.pool.prefix_caching else None)
+        self.pool.fit_tables(max(len(ids) for blocks in rows.blocks for ids in blocks))
+        self.pool.apply_moves()
+        self._valid.append(valid)
+        self._batch, self.query_length, self._dense = batch, query_length, dense
+        for layer in self.layers:
+            layer.done = False
+        self._packing = None
+        if query_length > 1 or not valid.all():
+            self._packing = Packing(rows, valid, starts, held)
+        for (group, device), step in self._steps.items():
+            self._fill_step(step, group, device)
+        if self._packing is None:
+            rows.changed.clear()
+
+    def _advance(self) -> None:
+        self.columns += self.query_length
+        self.query_length = 0
+
+    def _rows(self, batch: int) -> Rows:
+        if self.rows is None:
+            copies = self.copies if batch % self.copies == 0 else 1
+            self.start(batch, copies)
+        assert self.rows is not None
+        if self.rows.batch != batch:
+            raise ValueError(f"PagedCache: batch must be {self.rows.batch} like the rows it holds, got {batch}")
+        return self.rows
+
+    def start(self, batch: int, copies: int, prompts: Sequence[Sequence[int]] | None = None, keys: Any = ()) -> Any:
+        """Register the rows; returns how many tokens of each prompt are cached."""
+        self.rows = Rows(self.pool, batch, copies)
+        self.rows.seqs = self.seqs
+        return self.rows.start(prompts, keys)
+
+    def skip(self, valid: Bools) -> None:
+        """Count columns whose tokens a cached prefix holds."""
+        assert self.rows is not None
+        self._valid.append(valid)
+        self.rows.lengths += valid.sum(1)
+        self.columns += valid.shape[1]
+
+    def _new_valid(self, attention_mask: Tensor | None, query_length: int) -> Bools:
+        assert self.rows is not None
+        batch, total = self.rows.batch, self.columns + query_length
+        one_real_token = attention_mask is not None and query_length == 1 and attention_mask.device.type != "cpu"
+        if attention_mask is None or one_real_token:  # a decoded token is real: no device sync
+            return np.ones((batch, query_length), bool)
+        if attention_mask.shape[0] != batch or attention_mask.shape[1] < total:
+            raise ValueError(
+                f"PagedCache: attention_mask must be [{batch}, {total}], the {self.columns} cached columns included, "
+                f"got {list(attention_mask.shape)}"
+            )
+        mask = attention_mask[:, :total].cpu().numpy().astype(bool)
+        if query_length > 1 and self.columns and not (mask[:, : self.columns] == self.valid()).all():
+            raise ValueError("PagedCache: attention_mask must mark the cached columns as it did when they were cached")
+        return mask[:, self.columns :]
+
+    def _new_ids(self, batch: int, query_length: int) -> NDArray[np.int64] | None:
+        wanted = self.pool.prefix_caching or (self.rows is not None and not self.rows.is_split and query_length > 1)
+        if not wanted or self.token_ids is None or self.token_ids.shape[0] != batch:
+            return None
+        if self.token_ids.shape[1] < query_length:
+            return None
+        return self.token_ids[:, -query_length:].cpu().numpy()
+
+    def valid(self) -> Bools:
+        """[B, seen columns]: real tokens."""
+        return np.concatenate(self._valid, 1) if self._valid else np.ones((0, 0), bool)
+
+    @property
+    def has_padding(self) -> bool:
+        return not all(valid.all() for valid in self._valid)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest row, the planned ones included."""
+        return 0 if self.rows is None else int(self.rows.lengths.max())
+
+    def column_index(self, device: torch.device) -> Tensor:
+        """[B, columns] int64: the token of each column; any for padding."""
+        index = np.maximum(np.cumsum(self.valid(), 1) - 1, 0)
+        return torch.from_numpy(index).to(device)
+
+    def rollback(self, columns: int) -> None:
+        """Forget the last columns.
+
+        Raises:
+            ReleasedPositionError: a window has given back what the next token would see.
+        """
+        self._advance()
+        columns = min(columns, self.columns)
+        if not columns or self.rows is None:
+            return
+        valid = self.valid()
+        keep = self.columns - columns
+        for row, removed in enumerate(valid[:, keep:].sum(1).tolist()):
+            self.rows.truncate(row, int(self.rows.lengths[row]) - removed)
+        self._valid = [valid[:, :keep]]
+        self.columns = keep
+
+    def select(self, parents: list[int]) -> None:
+        """Row i goes on from what row ``parents[i]`` holds."""
+        if self.rows is not None:
+            self.rows.select(parents)
+            self._valid = [valid[parents] for valid in self._valid]
+
+    def copy(self, layers: Sequence[Any]) -> PagedState:
+        """A state of ``layers`` on the same blocks; either copies a block before it writes into it."""
+        other = PagedState(self.pool, layers)
+        if self.rows is not None:
+            other.rows = self.rows.fork()
+            other.seqs = other.rows.seqs
+        other._valid = list(self._valid)
+        other.columns = self.seen
+        return other
+
+    def clear(self) -> None:
+        """Give back every block."""
+        if self.rows is not None:
+            self.rows.free()
+        self.rows, self._valid, self._steps = None, [], {}
+        self.columns = self.query_length = 0
+        for layer in self.layers:
+            layer.step = None
+
+    def _set_dense(self, dense: bool) -> None:
+        self._dense = dense
+        for step in self._steps.values():
+            step.dense = dense
+
+    def _fill_step(self, step: Step, group: int, device: torch.device) -> None:
+        step.dense, step.batch, step.query_length = self._dense, self._batch, self.query_length
+        if self._packing is not None:
+            self._packing.fill(step, group, device)
+            return
+        assert self.rows is not None
+        table, is_new = self.pool.static(group, self._batch, device, self._owner)
+        for row in range(self._batch) if is_new else self.rows.changed:
+            table.set_row(row, self.rows.blocks[group][row])
+        table.fill(self.rows.lengths - 1)
+        table.upload()
+        step.block_table, step.seq_lens = table.tensors["block_table"], table.tensors["seq_lens"]
+        step.slot_mapping = table.tensors["slot_mapping"]
+        step.cu_seqlens_q = step.order = step.inverse = None
+
+
+def _rows_equal(ids: NDArray[np.int64] | None, valid: Bools, copies: int) -> bool:
+    """Groups of ``copies`` rows hold the same tokens."""
+    if ids is None:
+        return False
+    groups = np.concatenate([ids, valid], 1).reshape(-1, copies, 2 * ids.shape[1])
+    return bool((groups == groups[:, :1]).all())
+
+
+def _real_ids(ids: NDArray[np.int64] | None, valid: Bools) -> list[list[int]] | None:
+    return None if ids is None else [row[real].tolist() for row, real in zip(ids, valid, strict=True)]

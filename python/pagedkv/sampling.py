@@ -1,0 +1,227 @@
+"""From logits to tokens, with transformers' own generation settings, logits processors and stopping criteria."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    EpsilonLogitsWarper,
+    GenerationConfig,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+from transformers.generation import GenerationMode
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from .errors import InvalidArgumentError
+from .scheduler import Sequence
+
+# warpers that look at each row of scores alone: rows of several requests go through them together
+_ROW_WISE = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+)
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
+_NAN, _NO_TOKEN = -1, -2
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A sampled token, or why there is none."""
+
+    token: int
+    logprobs: dict[int, float] | None = None
+    error: str | None = None
+
+
+class Settings:
+    """What one request asks of its samples; built from a GenerationConfig as ``generate`` builds it.
+
+    Args:
+        num_prompt: tokens of the prompt.
+        processors, criteria: applied beside those of the config, as in ``generate``.
+        logprobs: so many of the likeliest tokens' log-probabilities are kept with each token; None: none.
+
+    Attributes:
+        max_length: tokens after which a sample ends, the prompt included. num_samples: from `num_return_sequences`.
+
+    Raises:
+        InvalidArgumentError: a way of generation that is not greedy, sampling or prompt lookup; or an option that needs
+            more than one sequence's logits.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        config: GenerationConfig | None,
+        num_prompt: int,
+        processors: Seq[Any] = (),
+        criteria: Seq[Any] = (),
+        logprobs: int | None = None,
+        **options: Any,
+    ) -> None:
+        given_length = options.get("max_length") or (config and config.max_length)
+        given_min = options.get("min_length") or (config and config.min_length)
+        config, unknown = model._prepare_generation_config(config, **options)
+        if unknown:
+            raise InvalidArgumentError(f"expected options of GenerationConfig, got {sorted(unknown)}")
+        _check(config, tokenizer)
+        device = model.get_input_embeddings().weight.device
+        model._prepare_special_tokens(config, device=device)
+        config = model._prepare_generated_length(config, not given_length, not given_min, "input_ids", num_prompt, None)
+        self.max_length: int = config.max_length
+        self.num_samples: int = config.num_return_sequences or 1
+        self.do_sample: bool = bool(config.do_sample)
+        self.logprobs = logprobs
+        self.device = device
+        self.processors = model._get_logits_processor(
+            config, input_ids_seq_length=num_prompt, logits_processor=LogitsProcessorList(processors), device=device
+        )
+        self.is_plain = not self.processors and not self.do_sample
+        self.key = self._key()
+        eos = config._eos_token_tensor
+        self.eos = frozenset() if eos is None else frozenset(eos.tolist())
+        self.deadline = time.monotonic() + config.max_time if config.max_time else None
+        self.criteria = StoppingCriteriaList(criteria)
+        if config.stop_strings:
+            self.criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
+        self.lookup: PromptLookupCandidateGenerator | None = None
+        if config.prompt_lookup_num_tokens:
+            self.lookup = PromptLookupCandidateGenerator(
+                eos_token_id=eos,
+                num_output_tokens=config.prompt_lookup_num_tokens,
+                max_matching_ngram_size=config.max_matching_ngram_size or 2,
+                max_length=config.max_length,
+            )
+
+    def _key(self) -> tuple[Any, ...] | None:
+        """Requests with equal keys share their processors' calls; None: every row by itself, with its own ids."""
+        if all(type(processor) in _ROW_WISE for processor in self.processors):
+            parts = [(type(processor), *sorted(vars(processor).items())) for processor in self.processors]
+            return (self.do_sample, *parts)
+        return None
+
+    def stop_reason(self, tokens: list[int]) -> str | None:
+        """Why a sample ends with the last of its tokens; None: it goes on."""
+        if tokens[-1] in self.eos:
+            return "eos"
+        for criterion in self.criteria:
+            if bool(criterion(_ids(tokens, self.device), None).all()):
+                return "stop_string" if isinstance(criterion, StopStringCriteria) else "stopping_criteria"
+        if len(tokens) >= self.max_length:
+            return "length"
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            return "time"
+        return None
+
+    def draft(self, tokens: list[int]) -> list[int]:
+        """Tokens that may follow, found in the sequence itself."""
+        room = self.max_length - len(tokens) - 1
+        if self.lookup is None or room < 1:
+            return []
+        found: Tensor = self.lookup.get_candidates(_ids(tokens, torch.device("cpu")))[0]
+        return found[0, len(tokens) : len(tokens) + room].tolist()
+
+
+def _check(config: GenerationConfig, tokenizer: Any) -> None:
+    mode = config.get_generation_mode()
+    if mode not in _MODES or (mode == GenerationMode.ASSISTED_GENERATION and not config.prompt_lookup_num_tokens):
+        raise InvalidArgumentError(f"generation_config: expected greedy, sampling or prompt lookup, got {mode.value}")
+    if config.guidance_scale is not None and config.guidance_scale != 1:
+        raise InvalidArgumentError(f"guidance_scale: expected None or 1, got {config.guidance_scale}")
+    if config.token_healing:
+        raise InvalidArgumentError("token_healing: expected False, got True")
+    if config.stop_strings and tokenizer is None:
+        raise InvalidArgumentError("stop_strings: expected an Engine with a tokenizer")
+    if (config.num_return_sequences or 1) < 1:
+        raise InvalidArgumentError(f"num_return_sequences: expected at least 1, got {config.num_return_sequences}")
+
+
+def _ids(tokens: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([tokens], device=device)
+
+
+def sample(seqs: Seq[Sequence], generators: Seq[torch.Generator], logits: Tensor) -> list[Choice]:
+    """The next token of each sequence; one host read for all that share settings or are plainly greedy.
+
+    A row's random numbers come from its own generator, so that neither its neighbours nor its place change them. An
+    exception in a request's own processor is that request's alone.
+
+    Args:
+        logits: [R, vocabulary] float32, one row per sequence.
+    """
+    best, tokens = logits.max(-1)  # NaN is the largest of any row that has one
+    chosen = torch.where(best.isnan(), _NAN, tokens).tolist()
+    errors: dict[int, str] = {}
+    groups: dict[Any, list[int]] = {}
+    for row, seq in enumerate(seqs):
+        if chosen[row] != _NAN and not seq.settings.is_plain:
+            groups.setdefault(seq.settings.key or row, []).append(row)
+    for rows in groups.values():
+        try:
+            scores = logits if len(rows) == len(seqs) else logits[rows]
+            picked = _pick([seqs[row] for row in rows], [generators[row] for row in rows], scores)
+        except Exception as error:  # whatever a user's processor raises
+            errors.update(dict.fromkeys(rows, f"{type(error).__name__}: {error}"))
+        else:
+            for row, token in zip(rows, picked, strict=True):
+                chosen[row] = token
+    logprobs = _logprobs(seqs, logits, chosen)
+    choices = []
+    for row, token in enumerate(chosen):
+        if token == _NAN:
+            errors[row] = "the model's logits hold NaN"
+        elif token == _NO_TOKEN:
+            errors[row] = "no token is left to sample after the logits processors"
+        choices.append(Choice(token, logprobs.get(row), errors.get(row)))
+    return choices
+
+
+def _pick(seqs: list[Sequence], generators: list[torch.Generator], logits: Tensor) -> list[int]:
+    settings = seqs[0].settings
+    if settings.key is None:
+        ids = _ids(seqs[0].tokens, logits.device)
+    else:
+        ids = torch.empty((len(seqs), 0), dtype=torch.int64, device=logits.device)
+    scores = settings.processors(ids, logits.clone())
+    if settings.do_sample:
+        # what torch.multinomial draws for one sample per row, with a generator per row
+        probabilities = scores.softmax(-1)
+        noise = torch.empty_like(probabilities)
+        for row, generator in zip(noise, generators, strict=True):
+            row.exponential_(generator=generator)
+        scores, valid = probabilities / noise, ~probabilities[:, 0].isnan()
+    else:
+        valid = scores.amax(-1) > -torch.inf
+    picked: list[int] = torch.where(valid, scores.argmax(-1), _NO_TOKEN).tolist()
+    return picked
+
+
+def _logprobs(seqs: Seq[Sequence], logits: Tensor, chosen: list[int]) -> dict[int, dict[int, float]]:
+    """Log-probabilities under the model's own logits: of the chosen token and of the likeliest ones."""
+    found = {}
+    for row, seq in enumerate(seqs):
+        count = seq.settings.logprobs
+        if count is not None and chosen[row] >= 0:
+            values = logits[row].log_softmax(-1)
+            top = values.topk(count)
+            found[row] = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+            found[row][chosen[row]] = float(values[chosen[row]])
+    return found

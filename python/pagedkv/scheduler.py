@@ -1,0 +1,253 @@
+"""Which tokens the next forward computes: running sequences decode, long prompts come in chunks, the rest waits.
+
+Sequences are served by priority (the larger first), then first come first served. When blocks are missing the last in
+that order is preempted; the first one always fits, since what can not fit the empty pool is refused, so that every step
+makes progress.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .block_table import BlockTable
+from .manager import Allocation, KVCacheManager
+
+if TYPE_CHECKING:
+    from .sampling import Settings
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One sample of a request.
+
+    Attributes:
+        rank: place in the order of service. priority: the larger is served first.
+        tokens: the prompt's and the sampled ids. num_computed: how many of them have their keys written.
+        is_pending: the last one is not known to the manager yet.
+        draft: tokens that may follow; the next forward verifies them.
+        num_forks: further samples of the request, which begin when the prompt is computed.
+        row: its row in the block tables while it runs, else -1.
+        work: tokens that the next forward computes, the draft not included.
+    """
+
+    seq_id: int
+    rank: tuple[int, int]
+    tokens: list[int]
+    settings: Settings
+    num_forks: int = 0
+    num_computed: int = 0
+    is_pending: bool = False
+    draft: list[int] = field(default_factory=list)
+    row: int = -1
+    work: int = 0
+    num_cached: int = -1
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+    record: Any = None
+
+    @property
+    def priority(self) -> int:
+        return -self.rank[0]
+
+
+class Scheduler:
+    """Rows of running sequences and the queue of waiting ones, over a manager and its block tables."""
+
+    def __init__(
+        self, manager: KVCacheManager, tables: Seq[BlockTable], max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        self.manager = manager
+        self.tables = tables
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.preempt_mode = "swap" if manager.transfers.host.refs else "recompute"
+        self.running: list[Sequence] = []  # row r is running[r]
+        self.waiting: list[Sequence] = []  # by rank
+        self.new_id = itertools.count().__next__
+        self._preempted = False
+
+    def add(self, seq: Sequence, cache_salt: Any, extra_keys: Any) -> None:
+        self.manager.add(seq.seq_id, seq.tokens, cache_salt=cache_salt, extra_keys=extra_keys)
+        self._wait(seq)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Lets a child run from the parent's computed tokens, in a row that was kept free for it."""
+        self.manager.fork(parent.seq_id, child.seq_id)
+        child.num_computed, child.num_cached = parent.num_computed, parent.num_cached
+        self._run(child)
+        self._fill_row(child)
+
+    def remove(self, seq: Sequence) -> None:
+        """Frees a sequence, running or waiting."""
+        if seq.row >= 0:
+            self._leave_row(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
+        if seq.seq_id in self.manager.sequences:
+            self.manager.free(seq.seq_id)
+
+    def reset(self, seqs: Seq[Sequence]) -> None:
+        """Lets these sequences wait, with their tokens and without blocks, whatever an interrupted step has left."""
+        for table in self.tables:
+            for row in range(self.max_num_seqs):
+                table.clear_row(row)
+        self.running, self.waiting = [], sorted(seqs, key=_rank)
+        known = {seq.seq_id for seq in seqs}
+        for seq_id in list(self.manager.sequences):
+            if seq_id not in known:
+                self.manager.free(seq_id)
+        for seq in seqs:
+            if seq.seq_id in self.manager.sequences:
+                self.manager.append(seq.seq_id, seq.tokens[self.manager.num_tokens(seq.seq_id) :])
+                self.manager.preempt(seq.seq_id)
+            seq.is_pending, seq.draft, seq.row, seq.work, seq.num_computed = False, [], -1, 0, 0
+        self.manager.take_swaps()
+        self.manager.take_copies()
+
+    # A step.
+
+    def schedule(self) -> bool:
+        """Grants slots and sets every running sequence's `work`; whether there is any."""
+        self._preempted = False
+        for seq in self.running:
+            seq.work = 0
+        self._decode()
+        budget = self.max_num_batched_tokens - sum(seq.work for seq in self.running)
+        budget = self._verify_drafts(budget)
+        for seq in sorted(self.running, key=_rank):
+            if seq.row >= 0 and not seq.work and budget:
+                budget -= self._prefill(seq, budget, lowest=seq)
+        if not self._preempted:
+            self._admit(budget)
+        return bool(self.running)
+
+    def _decode(self) -> None:
+        """Slots for the tokens sampled last, in one call for all that have no draft."""
+        while True:
+            plain = [seq for seq in self.running if seq.is_pending and not seq.draft]
+            step = self.manager.append_step([seq.seq_id for seq in plain], [seq.tokens[-1] for seq in plain])
+            if step is not None:
+                break
+            self._preempt(max(self.running, key=_rank))
+        for table, (rows, columns, blocks) in zip(self.tables, step.entries, strict=True):
+            table.set_entries([plain[row].row for row in rows], columns, blocks)
+        for seq in plain:
+            seq.is_pending, seq.work = False, 1
+
+    def _verify_drafts(self, budget: int) -> int:
+        """Slots for sampled tokens and the drafts behind them; a draft that does not fit is dropped."""
+        for seq in sorted((seq for seq in self.running if seq.draft), key=_rank):
+            if seq.row < 0:
+                continue
+            others = sum(1 for other in self.running if other.draft and not other.work) - 1
+            seq.draft = seq.draft[: max(0, budget - others - 1)]
+            self.manager.append(seq.seq_id, seq.tokens[-1:])
+            seq.is_pending = False
+            if self._allocate(seq, 1, len(seq.draft)) is None:
+                seq.draft = []
+                if not self._allocate_or_preempt(seq, 1, lowest=seq):
+                    continue
+            self._fill_row(seq)
+            seq.work = 1
+            budget -= 1 + len(seq.draft)
+        return budget
+
+    def _prefill(self, seq: Sequence, budget: int, lowest: Sequence | None) -> int:
+        """Slots for the next chunk of a prompt; gives its size."""
+        count = min(len(seq.tokens) - seq.num_computed, budget)
+        if not self._allocate_or_preempt(seq, count, lowest):
+            return 0
+        self._fill_row(seq)
+        seq.work = count
+        return count
+
+    def _admit(self, budget: int) -> None:
+        """Lets waiting sequences run in order; the first that finds no room ends it."""
+        while self.waiting and budget:
+            seq = self.waiting[0]
+            if not self._has_rows(seq) or not self._allocate_or_preempt(seq, budget, lowest=None):
+                return
+            self.waiting.remove(seq)
+            seq.num_computed = self.manager.num_computed_tokens(seq.seq_id)
+            if seq.num_cached < 0:
+                seq.num_cached = seq.num_computed
+            self._run(seq)
+            self._fill_row(seq)
+            seq.work = min(len(seq.tokens) - seq.num_computed, budget)
+            budget -= seq.work
+
+    def _has_rows(self, seq: Sequence) -> bool:
+        """Rows for it and its samples, those of unforked samples counted; takes them from lower priorities."""
+        while sum(1 + other.num_forks for other in self.running) + 1 + seq.num_forks > self.max_num_seqs:
+            if not self._preempt_below(seq):
+                return False
+        return True
+
+    def _allocate_or_preempt(self, seq: Sequence, count: int, lowest: Sequence | None) -> bool:
+        """Preempts until the slots are granted. A running sequence (`lowest`) may have to go itself; a waiting one only
+        displaces lower priorities."""
+        while self._allocate(seq, count) is None:
+            if lowest is None:
+                if not self._preempt_below(seq):
+                    return False
+                continue
+            victim = max(self.running, key=_rank)
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _allocate(self, seq: Sequence, count: int, num_lookahead: int = 0) -> Allocation | None:
+        return self.manager.allocate_slots(seq.seq_id, count, num_lookahead_tokens=num_lookahead)
+
+    def _preempt_below(self, seq: Sequence) -> bool:
+        victim = max(self.running, key=_rank, default=None)
+        if victim is None or victim.priority >= seq.priority:
+            return False
+        self._preempt(victim)
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        if seq.is_pending:
+            self.manager.append(seq.seq_id, seq.tokens[-1:])
+            seq.is_pending = False
+        if self.manager.preempt(seq.seq_id, self.preempt_mode) == "recompute":
+            seq.num_computed = 0
+        seq.draft, seq.work = [], 0
+        seq.num_preemptions += 1
+        self._preempted = True
+        self._leave_row(seq)
+        self._wait(seq)
+
+    # Rows.
+
+    def _wait(self, seq: Sequence) -> None:
+        bisect.insort(self.waiting, seq, key=_rank)
+
+    def _run(self, seq: Sequence) -> None:
+        seq.row = len(self.running)
+        self.running.append(seq)
+
+    def _fill_row(self, seq: Sequence) -> None:
+        for table, blocks in zip(self.tables, self.manager.block_ids(seq.seq_id), strict=True):
+            table.set_row(seq.row, blocks)
+
+    def _leave_row(self, seq: Sequence) -> None:
+        """The last row moves into the place of the one that is left."""
+        last = self.running.pop()
+        for table in self.tables:
+            if last is seq:
+                table.clear_row(seq.row)
+            else:
+                table.move_row(last.row, seq.row)
+        if last is not seq:
+            last.row, self.running[seq.row] = seq.row, last
+        seq.row = -1
+
+
+def _rank(seq: Sequence) -> tuple[int, int]:
+    return seq.rank

@@ -1,0 +1,83 @@
+"""Packages of examples/export_aoti.py run in a fresh Python process and in the C++ program of examples/cpp."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pagedkv_ops
+from pagedkv_ops.schema import SCHEMAS
+
+pytestmark = pytest.mark.timeout(600)  # compilers, on machines that may be busy
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = 20  # past the end of a block
+TOKENS = ["3", "1", "4"]
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def export_aoti(*arguments: str | Path) -> str:
+    return run(sys.executable, EXAMPLES / "export_aoti.py", *arguments, "--steps", str(STEPS), "--tokens", *TOKENS)
+
+
+@pytest.fixture(scope="module", params=["inputs", "buffers"])
+def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A package and the tokens of the eager model."""
+    path = tmp_path_factory.mktemp("aoti") / "decoder.pt2"
+    return path, export_aoti(path, "--caches", request.param)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """examples/cpp, built against the installed torch and this package."""
+    assert shutil.which("cmake"), "the C++ example needs cmake"
+    build = tmp_path_factory.mktemp("cpp")
+    prefixes = f"{torch.utils.cmake_prefix_path};{pagedkv_ops.cmake_prefix_path}"
+    run("cmake", "-S", EXAMPLES / "cpp", "-B", build, f"-DCMAKE_PREFIX_PATH={prefixes}", "-DCMAKE_BUILD_TYPE=Release")
+    run("cmake", "--build", build)
+    return build / "decode"
+
+
+def test_fresh_python_process(package: tuple[Path, str]) -> None:
+    path, tokens = package
+    assert len(tokens.splitlines()) == STEPS
+    assert len(set(tokens.splitlines())) > 2, "the tokens show nothing"
+    assert export_aoti(path, "--run") == tokens
+
+
+def test_cpp_program(package: tuple[Path, str], program: Path) -> None:
+    path, tokens = package
+    assert run(program, path, str(STEPS), *TOKENS) == tokens
+
+
+def test_cpp_program_reports_errors(program: Path, tmp_path: Path) -> None:
+    done = subprocess.run([program, tmp_path / "none.pt2", "2", "1"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "none.pt2" in done.stderr
+
+
+def test_cpp_definitions_equal_the_table() -> None:
+    """The library for C++ programs defines, in a process without the Python package, what Python defines elsewhere."""
+    library = Path(pagedkv_ops.cmake_prefix_path).parent / "_definitions.abi3.so"
+    code = (
+        f"import torch; torch.ops.load_library({str(library)!r})\n"
+        "schemas = torch._C._jit_get_all_schemas()\n"
+        "print(*sorted(str(s) for s in schemas if s.name.startswith('pagedkv::')), sep='\\n')"
+    )
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120, env=environment
+    )
+    in_python = sorted(str(getattr(torch.ops.pagedkv, name).default._schema) for name in SCHEMAS)
+    assert done.stdout.splitlines() == in_python

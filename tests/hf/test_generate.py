@@ -1,0 +1,60 @@
+"""generate() of a patched model against the same call of the unpatched one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import EXTRA, ragged, tiny
+
+import pagedkv
+
+
+def both(model, inputs, seed=0, **kwargs):
+    """(native output, paged output) of one generate call; the pool's blocks are back afterwards."""
+    torch.manual_seed(seed)
+    native = model.generate(**inputs, **kwargs)
+    with pagedkv.patched(model, block_size=4, num_blocks=256):
+        torch.manual_seed(seed)
+        paged = model.generate(**inputs, **kwargs)
+        pool = pagedkv.pool(model)
+        assert pool.peak_used_blocks > 0, "generate did not use the pool"
+        if torch.is_tensor(paged):
+            assert pool.used_blocks == 0
+    return native, paged
+
+
+@pytest.mark.parametrize("family", EXTRA)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_greedy(family, side):
+    # past the window of 6 only on the left: natively a window counts padding behind a row as tokens
+    lengths = [11, 3, 7, 1] if side == "left" or family in ("llama", "qwen3") else [5, 3]
+    new_tokens = 20 if side == "left" or family in ("llama", "qwen3") else 1
+    native, paged = both(tiny(family), ragged(lengths, side=side), max_new_tokens=new_tokens, do_sample=False)
+    assert torch.equal(native, paged)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"num_beams": 3},
+        {"num_beams": 4, "num_return_sequences": 2, "early_stopping": True},
+        {"do_sample": True, "num_beams": 2},
+        {"prefill_chunk_size": 4},
+        {"repetition_penalty": 1.3},
+        {"use_cache": False},
+    ],
+    ids=str,
+)
+def test_options(family, options):
+    model, inputs = tiny(family), ragged([9, 4, 12])
+    if options.get("use_cache") is False:
+        native = model.generate(**inputs, max_new_tokens=6, do_sample=False, use_cache=False)
+        with pagedkv.patched(model, num_blocks=64):
+            assert torch.equal(native, model.generate(**inputs, max_new_tokens=6, do_sample=False, use_cache=False))
+            assert pagedkv.pool(model).peak_used_blocks == 0
+        return
+    native, paged = both(model, inputs, max_new_tokens=14, **{"do_sample": False, **options})
+    assert torch.equal(native, paged)

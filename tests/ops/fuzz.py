@@ -1,0 +1,288 @@
+"""Random valid and invalid calls of every op, compared with the reference, against an address-sanitized extension.
+
+``make fuzz`` runs ``python -m tests.ops.fuzz --build --seconds 60``: ``--build`` compiles a sanitized copy of the
+package under build/ and starts this program again with it. A call that the reference accepts must give the same result
+and caches; one that it refuses must raise the same error and leave every tensor as it was. Each call has a seed of its
+own; a failure prints the arguments that repeat it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import pagedkv_ops
+from pagedkv_ops import reference
+
+from .builders import (
+    APPEND_ARGUMENTS,
+    ATTENTION_ARGUMENTS,
+    INDEX_DTYPES,
+    WRITE_ARGUMENTS,
+    attention_options,
+    copy_strided,
+    make_caches,
+    make_case,
+    sliced,
+    strided_index,
+)
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+Call = tuple[str, dict[str, Any]]
+
+
+def nasty(rng: random.Random, dtype: torch.dtype) -> int:
+    """An integer that is near a bound, far outside, or harmless."""
+    values = [0, 1, 2, 3, 5, 8, 13, 40, 100, -1, -2, -7, 2**15, 2**31 - 1, -(2**31)]
+    if dtype == torch.int64:
+        values += [2**31, 2**32, 2**32 + 1, 2**62, -(2**62), 2**63 - 1, -(2**63)]
+    return rng.choice(values)
+
+
+def spoil(rng: random.Random, tensor: Tensor) -> Tensor:
+    """Up to three elements replaced."""
+    if tensor.numel():
+        for _ in range(rng.randint(1, 3)):
+            index = tuple(rng.randrange(size) for size in tensor.shape)
+            tensor[index] = nasty(rng, tensor.dtype)
+    return tensor
+
+
+def random_lengths(rng: random.Random) -> tuple[list[int], list[int]]:
+    count = rng.choice([0, 1, 1, 2, 3, 5])
+    query_lens = [rng.choice([0, 1, 1, 1, 2, 5, 17, 33]) for _ in range(count)]
+    seq_lens = [max(0, n + rng.choice([-1, 0, 0, 1, 7, 40])) for n in query_lens]
+    return query_lens, seq_lens
+
+
+def attention_call(rng: random.Random, op: str) -> Call:
+    invalid = rng.random() < 0.6
+    group, num_kv_heads = rng.choice([1, 2, 3, 8]), rng.choice([1, 2, 3])
+    num_heads = group * num_kv_heads
+    options: dict[str, Any] = {"num_splits": rng.choice([0, 0, 1, 2, 7])}
+    options |= rng.choice([{}, {"causal": False}, {"window_left": rng.randrange(12)}, {"softcap": 5.0}])
+    if not options.get("causal", True):
+        options |= rng.choice([{}, {"window_right": rng.randrange(5)}, {"window_left": 3, "window_right": 0}])
+    query_lens, seq_lens = random_lengths(rng)
+    case = make_case(
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        heads=(num_heads, num_kv_heads),
+        head_size=rng.choice([1, 7, 16, 33, 64, 130]),
+        v_head_size=rng.choice([None, 1, 5, 16, 40]),
+        block_size=rng.choice([1, 2, 3, 4, 16, 31]),
+        dtype=rng.choice(FLOATS),
+        cache_dtype=rng.choice((None, *FLOATS)),
+        index_dtype=rng.choice(INDEX_DTYPES),
+        layout=rng.choice(["nhd", "hnd", "interleaved"]),
+        strided=rng.random() < 0.3,
+        # a table that is wrong but in range shows other blocks, whose masked NaN the reference lets through
+        fill=0.5 if invalid else math.nan,
+        padding_rows=rng.choice([0, 0, 2]),
+        options=attention_options(num_heads, alibi=rng.random() < 0.2, sinks=rng.random() < 0.2, **options),
+        seed=rng.randrange(2**31),
+        placement_seed=rng.randrange(2**31),
+    )
+    if op == "paged_attention_append":
+        call = dict(zip(APPEND_ARGUMENTS, case.append_args(), strict=True))
+    else:
+        call = dict(zip(ATTENTION_ARGUMENTS, case.args, strict=True))
+    if invalid:
+        target = rng.choice(["block_table", "seq_lens", "cu_seqlens_q", "slot_mapping", "width"])
+        if target == "width":
+            call["block_table"] = call["block_table"][:, : rng.randint(0, call["block_table"].size(1))]
+        elif target == "slot_mapping" and target in call:
+            spoil_slots(rng, call[target])
+        elif call.get(target) is not None:
+            call[target] = spoil(rng, call[target])
+    return op, call | case.options
+
+
+def spoil_slots(rng: random.Random, slots: Tensor) -> None:
+    """Out of range or negative only: which of two equal slots wins is not defined."""
+    for _ in range(rng.randint(1, 3)):
+        value = nasty(rng, slots.dtype)
+        if slots.numel() and not 0 <= value < 2**15:
+            slots[rng.randrange(slots.numel())] = value
+
+
+def random_pool(rng: random.Random) -> tuple[Tensor, Tensor]:
+    caches = make_caches(
+        rng.choice([1, 2, 5, 9]),
+        rng.choice([1, 3, 4, 16]),
+        rng.choice([1, 2, 5]),
+        rng.choice([1, 7, 16, 64, 130]),
+        rng.choice([1, 5, 16, 96]),
+        rng.choice(FLOATS),
+        rng.choice(["nhd", "hnd", "interleaved"]),
+    )
+    for cache in caches:
+        cache.copy_(torch.arange(cache.numel()).view(cache.shape) % 127)
+    return caches
+
+
+def write_call(rng: random.Random) -> Call:
+    key_cache, value_cache = random_pool(rng)
+    num_slots = key_cache.size(0) * key_cache.size(1)
+    num_tokens = rng.choice([0, 1, 2, 7, 40])
+    key, value = (
+        torch.randn(num_tokens, cache.size(2), cache.size(3)).to(rng.choice(FLOATS))
+        for cache in (key_cache, value_cache)
+    )
+    slots = torch.full((max(0, num_tokens - rng.choice([0, 0, 1])),), -1)
+    order = torch.randperm(num_slots)[: slots.numel()]
+    slots[: order.numel()] = order
+    slots = slots.to(rng.choice(INDEX_DTYPES))
+    if rng.random() < 0.3:
+        key, value, slots = sliced(key), sliced(value), strided_index(slots)
+    if rng.random() < 0.5:
+        spoil_slots(rng, slots)
+    return "write_kv", dict(zip(WRITE_ARGUMENTS, (key, value, key_cache, value_cache, slots), strict=True))
+
+
+def mapping_call(rng: random.Random, op: str) -> Call:
+    src, other = random_pool(rng)
+    dst = torch.zeros(rng.choice([1, 4, 10]), *src.shape[1:], dtype=src.dtype) if rng.random() < 0.7 else src
+    num_dst = dst.size(0) if op == "swap_blocks" else src.size(0)
+    count = rng.randint(0, num_dst)
+    pairs = torch.stack([torch.randint(src.size(0), (count,)), torch.randperm(num_dst)[:count]], 1)
+    pairs = pairs.to(rng.choice(INDEX_DTYPES))
+    if rng.random() < 0.3:
+        pairs = strided_index(pairs)
+    if rng.random() < 0.5:
+        spoil(rng, pairs)
+    if op == "swap_blocks":
+        return op, {"src": src, "dst": dst, "block_mapping": pairs}
+    return op, {"caches": [src, other, torch.arange(float(src.size(0)))], "block_mapping": pairs}
+
+
+def gather_call(rng: random.Random) -> Call:
+    cache, _ = random_pool(rng)
+    batch, width = rng.choice([0, 1, 3]), rng.choice([0, 1, 2, 5])
+    dtype = rng.choice(INDEX_DTYPES)
+    table = torch.randint(cache.size(0), (batch, width)).to(dtype)
+    seq_lens = torch.randint(width * cache.size(1) + 1, (batch,)).to(dtype)
+    if rng.random() < 0.5:
+        spoil(rng, rng.choice([table, seq_lens]))
+    call = {"cache": cache, "block_table": table, "seq_lens": seq_lens, "max_len": rng.choice([0, 1, 5, 16, 90])}
+    return "gather_kv", call
+
+
+def merge_call(rng: random.Random) -> Call:
+    shape, dtype = (rng.choice([0, 1, 5, 33]), rng.choice([1, 3]), rng.choice([1, 7, 64, 130])), rng.choice(FLOATS)
+    out_a, out_b = torch.randn(2, *shape).to(dtype)
+    lse_a, lse_b = torch.randn(2, *shape[:2]).mul(5)
+    lse_a[torch.rand(shape[:2]) < 0.2] = -math.inf
+    if rng.random() < 0.3:
+        out_a, lse_b = sliced(out_a), lse_b.T.contiguous().T
+    return "merge_states", {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+
+
+def random_call(seed: int) -> Call:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    kind = rng.randrange(10)
+    if kind < 6:
+        ops = ("paged_attention", "paged_attention_with_lse", "paged_attention_append")
+        return attention_call(rng, rng.choice(ops))
+    if kind == 6:
+        return write_call(rng)
+    if kind == 7:
+        return mapping_call(rng, rng.choice(["copy_blocks", "swap_blocks"]))
+    return gather_call(rng) if kind == 8 else merge_call(rng)
+
+
+def copied(call: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which one tensor that is passed twice stays one tensor."""
+    memo: dict[int, Tensor] = {}
+    return tree_map_only(Tensor, lambda t: memo.setdefault(id(t), copy_strided(t)), call)  # type: ignore[no-any-return]
+
+
+def outcome(function: Any, call: dict[str, Any]) -> tuple[Any, str | None]:
+    try:
+        return function(**call), None
+    except RuntimeError as error:
+        return None, str(error).splitlines()[0]
+
+
+def check(seed: int) -> bool:
+    """Run one call both ways; True when it was a valid one."""
+    op, call = random_call(seed)
+    expected_call, before = copied(call), copied(call)
+    expected, expected_error = outcome(getattr(reference, op), expected_call)
+    actual, error = outcome(getattr(pagedkv_ops, op), call)
+    assert error == expected_error, f"{op}: raised {error!r}, the reference {expected_error!r}"
+    after = before if error else expected_call
+    for now, then in zip(tree_leaves(call), tree_leaves(after), strict=True):
+        if isinstance(now, Tensor):
+            torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
+    for one, other in zip(tree_leaves(actual), tree_leaves(expected), strict=True):
+        if isinstance(one, Tensor):
+            # the types of query and cache both round
+            bound = max(TOLERANCE[t.dtype] for t in tree_leaves(call) if isinstance(t, Tensor) and t.dtype in TOLERANCE)
+            torch.testing.assert_close(one, other, rtol=bound, atol=bound, equal_nan=True)
+    return error is None
+
+
+def is_sanitized() -> bool:
+    maps = Path("/proc/self/maps")
+    return maps.exists() and "libasan" in maps.read_text()
+
+
+def run_sanitized(arguments: list[str]) -> int:
+    """Build the package with AddressSanitizer beside the ordinary build and run this program on it."""
+    root = Path(__file__).parents[2]
+    base = root / "build" / "asan"
+    build = ["setup.py", "-q", "build", "--build-base", str(base), "--build-lib", str(base / "lib")]
+    subprocess.run([sys.executable, *build], cwd=root, env={**os.environ, "PAGEDKV_SANITIZE": "address"}, check=True)
+    compiler = os.environ.get("CXX", "g++")
+    found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    env = {
+        **os.environ,
+        "LD_PRELOAD": found.stdout.strip(),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python itself never frees some of its memory
+        "PYTHONPATH": str(root),  # for this package; the current directory, with the sanitized copy, comes before it
+    }
+    return subprocess.run([sys.executable, "-m", "tests.ops.fuzz", *arguments], cwd=base / "lib", env=env).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60.0, help="time budget")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first call; each further call adds one")
+    parser.add_argument("--calls", type=int, default=sys.maxsize, help="stop after so many calls")
+    parser.add_argument("--build", action="store_true", help="build with AddressSanitizer and run on that")
+    parser.add_argument("--unsanitized", action="store_true", help="run with an ordinary build of the extension")
+    arguments = parser.parse_args()
+    if arguments.build:
+        return run_sanitized([argument for argument in sys.argv[1:] if argument != "--build"])
+    if not (is_sanitized() or arguments.unsanitized):
+        parser.error("libasan is not loaded: pass --build or --unsanitized")
+    print(f"fuzzing {pagedkv_ops.backends()['cpu']}, sanitized: {is_sanitized()}", flush=True)
+    deadline, seed, valid = time.monotonic() + arguments.seconds, arguments.seed, 0
+    while time.monotonic() < deadline and seed - arguments.seed < arguments.calls:
+        try:
+            valid += check(seed)
+        except BaseException:
+            print(f"failed: repeat with --seed {seed} --calls 1", file=sys.stderr, flush=True)
+            raise
+        seed += 1
+    calls = seed - arguments.seed
+    print(f"{calls} calls: {valid} valid, {calls - valid} refused, as the reference did")
+    return 0 if calls else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

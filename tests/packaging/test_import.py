@@ -1,0 +1,178 @@
+"""Importing pagedkv_ops: what it loads, twice, under two paths, in a child process, without Triton or a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pagedkv_ops
+from pagedkv_ops.schema import SCHEMAS
+
+PACKAGE = Path(pagedkv_ops.__file__).parent
+
+USE = """
+import torch
+def use(pagedkv_ops):
+    cache = torch.full((2, 4, 1, 2), float("nan"))
+    pagedkv_ops.write_kv(torch.ones(1, 1, 2), torch.ones(1, 1, 2), cache, value := cache.clone(), torch.tensor([4]))
+    out = pagedkv_ops.paged_attention(torch.ones(1, 1, 2), cache, value, torch.tensor([[1]]), torch.tensor([1]))
+    assert out.tolist() == [[[1.0, 1.0]]], out
+"""
+
+
+def python(code: str, **environment: str) -> str:
+    """Standard output of ``code`` in a fresh interpreter."""
+    env = {**os.environ, **environment, "PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_loads_no_module_but_its_own_beyond_torch():
+    """Not numpy, transformers or triton unless torch itself has loaded them."""
+    code = "import json, sys; import {}; print(json.dumps(sorted(sys.modules)))"
+    with_torch = set(json.loads(python(code.format("torch"))))
+    with_ops = set(json.loads(python(code.format("pagedkv_ops"))))
+    extra = {name.partition(".")[0] for name in with_ops - with_torch}
+    assert extra <= {"pagedkv_ops"} | set(sys.stdlib_module_names)
+    assert "pagedkv_ops._triton" not in with_ops
+
+
+def test_reload_and_second_import_keep_the_ops():
+    """Once reloaded, once with every module forgotten: the first registration stays, everything works."""
+    python(
+        USE
+        + """
+import importlib, sys
+import pagedkv_ops
+first = torch.ops.pagedkv.write_kv.default
+use(importlib.reload(pagedkv_ops))
+for name in [n for n in sys.modules if n.startswith("pagedkv_ops")]:
+    del sys.modules[name]
+again = importlib.import_module("pagedkv_ops")
+assert again is not pagedkv_ops
+use(again); use(pagedkv_ops)
+assert torch.ops.pagedkv.write_kv.default is first
+assert again.backends() == pagedkv_ops.backends()
+torch.compile(use, backend="eager")(again)
+"""
+    )
+
+
+def test_import_under_two_paths():
+    """The package under its name and under another one, as when a copy lies on the path too."""
+    python(
+        USE
+        + f"""
+import importlib.util, sys
+import pagedkv_ops
+spec = importlib.util.spec_from_file_location(
+    "other_ops", {str(PACKAGE / "__init__.py")!r}, submodule_search_locations=[{str(PACKAGE)!r}]
+)
+other = importlib.util.module_from_spec(spec)
+sys.modules["other_ops"] = other
+spec.loader.exec_module(other)
+use(pagedkv_ops); use(other)
+assert other.backends() == pagedkv_ops.backends()
+"""
+    )
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_child_process(method, tmp_path):
+    """A script whose child uses the ops, after the parent has."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        USE
+        + f"""
+import multiprocessing
+import pagedkv_ops
+
+def child():
+    use(pagedkv_ops)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # a forked child has none of its parent's threads
+    use(pagedkv_ops)
+    process = multiprocessing.get_context({method!r}).Process(target=child)
+    process.start(); process.join()
+    assert process.exitcode == 0, process.exitcode
+"""
+    )
+    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None  # as if it were not installed
+"""
+
+
+def test_without_triton_the_cpu_ops_work_and_the_cuda_backend_names_what_is_missing():
+    out = python(
+        WITHOUT_TRITON
+        + USE
+        + """
+import pagedkv_ops
+use(pagedkv_ops)
+print(pagedkv_ops.backends()["cuda"])
+try:
+    sys.modules["pagedkv_ops.backends"]._cuda_op("write_kv")
+except RuntimeError as error:
+    print(error)
+"""
+    )
+    report, error = out.splitlines()
+    assert report.startswith("unavailable: ")
+    assert "triton" in report
+    assert error.startswith("write_kv: no CUDA implementation: ")
+    assert "pip install" in error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_the_report_says_so():
+    assert pagedkv_ops.backends()["cuda"].startswith("unavailable: ")
+
+
+def test_every_op_has_a_cuda_kernel_registered():
+    for name in SCHEMAS:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"pagedkv::{name}", "CUDA"), name
+
+
+def test_missing_extension_says_how_to_build_it(tmp_path):
+    """A source tree that was not built: the error names the file and the command."""
+    for source in PACKAGE.glob("*.py"):
+        (tmp_path / "pagedkv_ops").mkdir(exist_ok=True)
+        (tmp_path / "pagedkv_ops" / source.name).write_text(source.read_text())
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    env.pop("PAGEDKV_CPU", None)
+    done = subprocess.run(
+        [sys.executable, "-c", "import pagedkv_ops; print(pagedkv_ops.__file__)"],
+        env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "the compiled extension _C.abi3.so is missing; build it with `pip install" in done.stderr
+
+
+def test_reference_backend_can_be_asked_for():
+    out = python(
+        USE + "import pagedkv_ops\nuse(pagedkv_ops)\nprint(pagedkv_ops.backends()['cpu'])", PAGEDKV_CPU="reference"
+    )
+    assert out.strip() == "reference"
+
+
+def test_unknown_backend_is_an_error():
+    done = subprocess.run(
+        [sys.executable, "-c", "import pagedkv_ops"],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent), "PAGEDKV_CPU": "fast"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert "PAGEDKV_CPU must be c++ or reference, got fast" in done.stderr

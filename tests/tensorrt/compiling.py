@@ -1,0 +1,24 @@
+"""The two ways into Torch-TensorRT, as dry runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+OPTIONS: dict[str, Any] = {"dryrun": True, "min_block_size": 1}
+
+
+def export_and_compile(model: Any, args: tuple[Any, ...], dynamic_shapes: Any = None, **options: Any) -> Any:
+    import torch_tensorrt
+
+    program = torch.export.export(model, args, dynamic_shapes=dynamic_shapes)
+    inputs = options.pop("arg_inputs", list(args))
+    compiled = torch_tensorrt.dynamo.compile(
+        program, arg_inputs=inputs, offload_module_to_cpu=True, **{**OPTIONS, **options}
+    )
+    return compiled.to("cpu")
+
+
+def torch_compile(model: Any, dynamic: bool | None = False, **options: Any) -> Any:
+    return torch.compile(model, backend="tensorrt", dynamic=dynamic, options={**OPTIONS, **options})

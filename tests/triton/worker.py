@@ -1,0 +1,90 @@
+"""Runs functions under Triton's interpreter, which must be switched on before Triton is imported: a process of its own.
+
+Messages are length-prefixed ``torch.save`` bytes, so that views of one storage stay views of one storage.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+_ROOT = Path(__file__).parents[2]
+
+
+def _send(stream: BinaryIO, message: Any) -> None:
+    buffer = io.BytesIO()
+    torch.save(message, buffer)
+    stream.write(struct.pack("<q", buffer.tell()) + buffer.getvalue())
+    stream.flush()
+
+
+def _receive(stream: BinaryIO) -> Any:
+    header = stream.read(8)
+    if len(header) < 8:
+        raise EOFError
+    return torch.load(io.BytesIO(stream.read(struct.unpack("<q", header)[0])), weights_only=False)
+
+
+def _call_op(name: str, args: Any, options: Any) -> Any:
+    from pagedkv_ops import _triton
+
+    return getattr(_triton, name)(*args, **options), args
+
+
+class Interpreter:
+    def __init__(self) -> None:
+        env = os.environ | {"TRITON_INTERPRET": "1", "PAGEDKV_CPU": "reference", "PYTHONWARNINGS": "ignore"}
+        command = [sys.executable, "-m", "tests.triton.worker"]
+        self._process = subprocess.Popen(command, cwd=_ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)`` in the other process; it must be importable there. Errors are raised here."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        _send(self._process.stdin, (function, args))
+        result, error, trace = _receive(self._process.stdout)
+        if error is not None:
+            error.add_note(trace) if hasattr(error, "add_note") else None
+            raise error
+        return result
+
+    def op(self, name: str, *args: Any, **options: Any) -> Any:
+        """The Triton op's result."""
+        return self.run(_call_op, name, args, options)[0]
+
+    def op_and_args(self, name: str, *args: Any, **options: Any) -> Any:
+        """The result, and the positional arguments as the op left them."""
+        return self.run(_call_op, name, args, options)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def _serve() -> None:
+    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # prints of the functions must not end up among the replies
+    while True:
+        try:
+            function, args = _receive(requests)
+        except EOFError:
+            return
+        try:
+            reply = (function(*args), None, "")
+        except Exception as error:
+            reply = (None, error, traceback.format_exc())
+        _send(replies, reply)
+
+
+if __name__ == "__main__":
+    _serve()
