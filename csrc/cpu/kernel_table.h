@@ -6,12 +6,13 @@
 #include "prefill.h"
 #include "rows.h"
 
-#define PAGEDKV_KERNEL_TABLE(isa) \
-  {#isa,                          \
-   pagedkv::isa::decode,          \
-   pagedkv::isa::merge_partials,  \
-   pagedkv::isa::prefill,         \
-   pagedkv::isa::write_tokens,    \
-   pagedkv::isa::merge_states,    \
-   pagedkv::isa::copy,            \
+#define PAGEDKV_KERNEL_TABLE(isa)         \
+  {#isa,                                  \
+   pagedkv::isa::decode,                  \
+   pagedkv::isa::merge_partials,          \
+   pagedkv::isa::prefill_task,            \
+   pagedkv::isa::prefill_tokens_per_task, \
+   pagedkv::isa::write_tokens,            \
+   pagedkv::isa::merge_states,            \
+   pagedkv::isa::copy,                    \
    pagedkv::isa::to_float}

@@ -19,10 +19,6 @@ struct DecodeTask {
 
 constexpr int64_t kDecodeTile = 16;
 
-// Rows (query tokens times the heads of a group) of a prefill task: each task packs its keys anew, so half of them cost
-// 2% of the speed, 96 half of it.
-constexpr int64_t kPrefillRows = 768;
-
 // A partial row: its accumulator [Dv], then the maximum logit (base 2) and the sum of weights relative to it.
 PAGEDKV_INLINE int64_t partial_row_size(const AttentionArgs& args) { return round_up(args.value_head_size + 2, 16); }
 
@@ -69,6 +65,7 @@ struct Kernels {
   void (*decode)(const AttentionArgs&, const DecodeTask&);
   void (*merge_partials)(const AttentionArgs&, const MergeTask&);
   void (*prefill)(const AttentionArgs&, const PrefillTask&);
+  int64_t (*prefill_tokens_per_task)(const AttentionArgs&);
   void (*write_tokens)(const WriteArgs&, int64_t begin, int64_t end);
   void (*merge_states)(const MergeStatesArgs&, int64_t token_begin, int64_t token_end);
   void (*copy)(char* dst, const char* src, int64_t bytes, bool stream);

@@ -34,11 +34,6 @@ Buffer& call_scratch() {
   return buffer;
 }
 
-Buffer& prefill_scratch() {
-  thread_local Buffer buffer;
-  return buffer;
-}
-
 Buffer& partial_scratch() {
   thread_local Buffer buffer;
   return buffer;

@@ -21,7 +21,6 @@ class Buffer {
 
 // Of the calling thread, apart from thread_scratch(): what one op call plans for all its workers.
 Buffer& call_scratch();     // the plan
-Buffer& prefill_scratch();  // the plan of its prefill part
 Buffer& partial_scratch();  // results of split sequences
 Buffer& head_scratch();     // per-head options in float32
 
