@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from pagedkv.block_table import BlockTable
 from pagedkv.manager import KVCacheManager
@@ -28,7 +29,6 @@ BLOCK_SIZE = 16
 NUM_SEQS = 256
 NUM_BLOCKS = 40_000
 MAX_LEN = 4096
-Table = list[tuple[str, float, float | None]]
 
 
 class Ours:
@@ -173,6 +173,14 @@ def waste(rng: random.Random) -> list[tuple[int, float]]:
     return curve
 
 
+def compared(mine: list[float], theirs: list[float] | None) -> str:
+    """The peer's median, and the median of the ratios round by round: what disturbs the machine disturbs both sides."""
+    if theirs is None:
+        return "- | -"
+    ratio = statistics.median(other / own for own, other in zip(mine, theirs, strict=True))
+    return f"{1e3 * statistics.median(theirs):.3f} ms | {ratio:.1f}x"
+
+
 def check(condition: bool, message: str) -> None:
     if not condition:
         raise SystemExit(f"no figures: {message}")
@@ -190,26 +198,23 @@ def main() -> None:
 
         sides.append(VllmManager(NUM_BLOCKS, BLOCK_SIZE, NUM_SEQS, MAX_LEN))
         title = f"vLLM {VERSION}"
-    # collections would hit either side at random
+    # collections and threads that wait for a core would hit either side at random
     gc.disable()
+    torch.set_num_threads(1)
     rng = random.Random(0)
-    rows: Table = []
     steps = decode(sides, options.rounds * 4, rng)
-    peer = statistics.median(steps[1]) if len(sides) > 1 else None
-    rows.append(("decode step of 256 sequences", statistics.median(steps[0]), peer))
-    rows.append(("the same by single calls", statistics.median(steps[-1]), peer))
+    peer = steps[1] if len(sides) > 1 else None
+    rows = [("decode step of 256 sequences", steps[0], peer), ("the same by single calls", steps[-1], peer)]
     for label, work in (("free 256 sequences of 2,048 tokens", freeing), ("admit 4,096 tokens, 75% cached", admission)):
-        medians = [statistics.median(times) for times in work(sides, options.rounds, rng)]
-        rows.append((label, medians[0], medians[1] if len(sides) > 1 else None))
+        times = work(sides, options.rounds, rng)
+        rows.append((label, times[0], times[1] if len(sides) > 1 else None))
     sides[0].manager.check_integrity()
     print(f"| work | pagedkv | {title} | ratio |\n|---|---|---|---|")
     for label, mine, theirs in rows:
-        other = f"{theirs * 1e3:.3f} ms | {theirs / mine:.1f}x" if theirs is not None else "- | -"
-        print(f"| {label} | {mine * 1e3:.3f} ms | {other} |")
+        print(f"| {label} | {1e3 * statistics.median(mine):.3f} ms | {compared(mine, theirs)} |")
     hashing = sha256_seconds(options.rounds)
-    print(
-        f"\nsha256 alone of the 256 blocks: {hashing * 1e3:.3f} ms, {100 * hashing / rows[-1][1]:.0f}% of the admission"
-    )
+    share = 100 * hashing / statistics.median(rows[-1][1])
+    print(f"\nsha256 alone of the 256 blocks: {hashing * 1e3:.3f} ms, {share:.0f}% of the admission")
     print("\n| lengths uniform in 1..n | wasted slots |\n|---|---|")
     for limit, percent in waste(rng):
         print(f"| {limit} | {percent:.2f}% |")

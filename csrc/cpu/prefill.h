@@ -200,12 +200,12 @@ void Prefill<Units>::prefetch_rows(int64_t tile, int64_t share, int64_t num_shar
   }
 }
 
-// Scores of kTileRows rows and num_vecs vectors of keys. A long head is summed in parts, each from zero: a chain of 576
+// Scores of kTileRows rows and num_vecs vectors of keys. A long head is summed in parts, each from zero: a chain of 256
 // products would round twice as much as the product of torch.
 template <class Units>
 void Prefill<Units>::multiply_keys(int64_t row, int64_t column, int64_t num_vecs, float* scores) const {
   constexpr float kOnes[kTileRows] = {1, 1, 1, 1, 1, 1};
-  const int64_t parts = ceil_div(num_units_, 256);
+  const int64_t parts = ceil_div(num_units_, 128);
   for (int64_t part = 0; part < parts; ++part) {
     const int64_t first = num_units_ * part / parts, depth = num_units_ * (part + 1) / parts - first;
     const float* queries = queries_ + row * depth_ + first;

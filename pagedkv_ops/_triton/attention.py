@@ -152,7 +152,7 @@ def _checked(
 ) -> tuple[Tensor, Tensor | None]:
     tensors = (query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q)
     checks.check_paged_attention(*tensors, op=op, **options)
-    config.check_head_size(op, key_cache, value_cache)
+    config.check_head_size(op, query, key_cache, value_cache)
     debug.check_attention(op, *tensors, **options)
     return _attend(*tensors, with_lse=op == "paged_attention_with_lse", **options)
 
@@ -194,7 +194,7 @@ def paged_attention_append(
         v_scale_cache=v_scale_cache,
         **options,
     )
-    config.check_head_size(op, key_cache, value_cache)
+    config.check_head_size(op, query, key_cache, value_cache)
     debug.check_write(op, key_cache, value_cache, slot_mapping)
     debug.check_attention(op, *attention, **options)
     writing.store(key, value, key_cache, value_cache, slot_mapping)

@@ -107,6 +107,8 @@ def attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
+    # a wide float32 query does not fit in registers beside the rest: its rows are read from shared memory per tile
+    RELOAD: tl.constexpr = COMPUTE.primitive_bitwidth == 32 and BLOCK_D >= 256
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     # the last tiles of a causal prompt see the most keys: start them first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -134,9 +136,8 @@ def attention_kernel(
     d_mask = d_range < D
     dv_mask = dv_range < DV
     query_offsets = row * query_stride_token + head * query_stride_head
-    query = tl.load(
-        query_ptr + query_offsets[:, None] + d_range[None, :], row_mask[:, None] & d_mask[None, :], other=0.0
-    )
+    query_mask = row_mask[:, None] & d_mask[None, :]
+    query = tl.load(query_ptr + query_offsets[:, None] + d_range[None, :], query_mask, other=0.0)
     query = _convert(query, COMPUTE)
 
     first_position = seq_len - query_len + first_token
@@ -152,7 +153,6 @@ def attention_kernel(
         full_stop = tl.minimum(full_stop, first_position + window_right + 1)
     if WINDOW_LEFT:
         begin = tl.maximum(first_position - window_left, 0)
-        full_stop = 0
     lowest = begin
     begin = begin // BLOCK_N * BLOCK_N  # tiles start at multiples of BLOCK_N whatever the query rows are
     if SPLIT:  # the visible tiles of this sequence, not those of the table's width, are shared out
@@ -164,12 +164,9 @@ def attention_kernel(
     highest_logit = tl.full([BLOCK_M], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
-        sink = (
-            tl.load(sinks_ptr + head, mask=row_mask & (split == 0) & (b < batch), other=float("-inf")).to(tl.float32)
-            * LOG2E
-        )
-        highest_logit = sink
-        denominator = tl.where(sink == float("-inf"), 0.0, 1.0)
+        sink_mask = row_mask & (split == 0) & (b < batch)
+        highest_logit = tl.load(sinks_ptr + head, sink_mask, other=float("-inf")).to(tl.float32) * LOG2E
+        denominator = tl.where(highest_logit == float("-inf"), 0.0, 1.0)
     if ALIBI:
         slope = tl.load(alibi_ptr + head, mask=row_mask, other=0.0).to(tl.float32) * LOG2E
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -179,13 +176,18 @@ def attention_kernel(
     table_ptr += b.to(tl.int64) * table_stride_row
 
     # two copies of the loop: tiles that every row sees whole need no mask
-    for MASKED in tl.static_range(1 if ONE_LOOP else 0, 2):
-        loop_begin = full_stop if MASKED and not ONE_LOOP else begin
+    MASK_ALL: tl.constexpr = ONE_LOOP or WINDOW_LEFT or RELOAD
+    for MASKED in tl.static_range(1 if MASK_ALL else 0, 2):
+        loop_begin = full_stop if MASKED and not MASK_ALL else begin
         loop_stop = stop if MASKED else full_stop
-        for start in range(loop_begin, loop_stop, BLOCK_N):
+        for start in tl.range(loop_begin, loop_stop, BLOCK_N, disable_licm=RELOAD):
             key_position = start + n_range
-            in_range = (key_position >= lowest) & (key_position < stop)
-            block = tl.load(table_ptr + key_position // BLOCK_SIZE * table_stride_column, mask=in_range, other=-1)
+            block_ptr = table_ptr + key_position // BLOCK_SIZE * table_stride_column
+            if MASKED:
+                in_range = (key_position >= lowest) & (key_position < stop)
+                block = tl.load(block_ptr, in_range, other=-1)
+            else:
+                block = tl.load(block_ptr)
             readable = (block >= 0) & (block < num_blocks)
             block = block.to(tl.int64)
             slot = key_position % BLOCK_SIZE

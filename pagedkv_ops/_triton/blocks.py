@@ -90,10 +90,11 @@ def copy_blocks(caches: Sequence[Tensor], block_mapping: Tensor) -> None:
     block_mapping = block_mapping.contiguous()
     groups: dict[object, list[Tensor]] = defaultdict(list)
     for cache in _of_three_dimensions(caches):
-        alignment = cache.data_ptr() % 16  # a compiled kernel knows which of its pointers are multiples of 16
-        groups[cache.dtype, cache.stride(0), _block_layout(cache), alignment].append(cache)
+        groups[cache.dtype, cache.stride(0), _block_layout(cache)].append(cache)
     batches = [group[i : i + _POINTERS] for group in groups.values() for i in range(0, len(group), _POINTERS)]
-    staged = [batch[0].new_empty(len(batch), block_mapping.size(0), batch[0][0].numel()) for batch in batches]
+    staged = [
+        batch[0].new_empty(len(batch), block_mapping.size(0), batch[0].numel() // batch[0].size(0)) for batch in batches
+    ]
     for gather in (True, False):  # every source is read before any destination is written, aliases included
         for batch, buffer in zip(batches, staged, strict=True):
             _copy(batch, buffer, block_mapping, num_blocks, gather)
@@ -127,7 +128,7 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     """On the current stream of the device; returns to the host with a CPU destination complete."""
     checks.check_swap_blocks(src, dst, block_mapping)
     value_checks.check_block_mapping("swap_blocks", block_mapping, src.size(0), dst.size(0))  # it lives on the CPU
-    if block_mapping.size(0) == 0 or src[0].numel() == 0:
+    if block_mapping.size(0) == 0 or src.numel() == 0:
         return
     src, dst = (cache.view(_INTEGER[cache.element_size()]) for cache in (src, dst))
     from_ids, to_ids = block_mapping.long().unbind(1)
@@ -141,7 +142,7 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
 
 def _stages(src: Tensor, from_ids: Tensor, to_ids: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Parts of a swap: source ids, destination ids and a pinned buffer that holds their blocks."""
-    block_bytes = src[0].numel() * src.element_size()
+    block_bytes = src.numel() // src.size(0) * src.element_size()
     step = max(1, _STAGE_BYTES // block_bytes)
     for ids, to in zip(from_ids.split(step), to_ids.split(step), strict=True):
         yield ids, to, torch.empty((len(ids), *src.shape[1:]), dtype=src.dtype, pin_memory=True)

@@ -12,7 +12,6 @@ from torch import Tensor
 from .tuned import TABLE
 
 MAX_SPLITS = 128
-MAX_HEAD_SIZE = 1024
 MIN_SPLIT_KEYS = 256  # below it, the second pass costs more than the split gains
 
 
@@ -64,8 +63,11 @@ def num_splits(programs: int, capacity: int, target: int) -> int:
     return max(1, min(triton.cdiv(target, max(programs, 1)), most))
 
 
-def check_head_size(op: str, key_cache: Tensor, value_cache: Tensor) -> None:
-    """Tiles hold whole heads in shared memory."""
+def check_head_size(op: str, query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
+    """Tiles hold whole heads in shared memory and registers."""
+    compute = torch.promote_types(query.dtype, key_cache.dtype)
+    most = 256 if compute == torch.float32 else 1024
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if cache.size(3) > MAX_HEAD_SIZE:
-            raise RuntimeError(f"{op}: {name}.size(3) must be at most {MAX_HEAD_SIZE} on CUDA, got {cache.size(3)}")
+        if cache.size(3) > most:
+            kind = f"with {str(compute).removeprefix('torch.')} products on CUDA"
+            raise RuntimeError(f"{op}: {name}.size(3) must be at most {most} {kind}, got {cache.size(3)}")

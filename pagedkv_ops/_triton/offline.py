@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
@@ -28,8 +27,7 @@ _POINTEES = {
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-@dataclass
-class Report:
+class Report(NamedTuple):
     """What the assembler reports of one kernel, and counts of the instructions that decide its speed."""
 
     registers: int
@@ -42,9 +40,6 @@ class Report:
     loads_128: int
     stores_128: int
     instructions: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def _argument(value: Any, specialise: bool) -> tuple[str, bool]:

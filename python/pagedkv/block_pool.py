@@ -57,7 +57,7 @@ class BlockPool:
         self.num_evictions = 0
         # the last hashes that died, as many as there are blocks: they explain misses
         self.evicted: deque[bytes] = deque(maxlen=num_blocks)
-        self.on_unpublish: Callable[[int, Any], None] | None = None
+        self.on_unpublish: Callable[[list[tuple[int, Any]]], None] | None = None
         self._link_fresh()
 
     def _link_fresh(self) -> None:
@@ -101,16 +101,18 @@ class BlockPool:
             raise OutOfBlocksError(f"{count} blocks asked for, {self.num_free} are free")
         if count == 0:
             return []
-        blocks = []
+        blocks, hashed = [], []
         following, refs, flags = self._next, self.refs, self._flags
         block = following[0]
         for _ in range(count):
             refs[block] = 1
             if flags[block]:
-                self._unpublish(block)
-                self.num_evictions += 1
+                hashed.append(block)
             blocks.append(block)
             block = following[block]
+        if hashed:
+            self._unpublish(hashed)
+            self.num_evictions += len(hashed)
         following[0] = block
         self._prev[block] = 0
         self.num_free -= count
@@ -252,9 +254,8 @@ class BlockPool:
         self.hashes[block] = block_hash
         self.contents[block] = content
         self._flags[block] |= _HASHED
-        known = self.index.get(block_hash)
-        if known is None:
-            self.index[block_hash] = block
+        known = self.index.setdefault(block_hash, block)
+        if known is block:  # the very object that was put in: nothing carried this hash
             if self.events is not None:
                 self.events.append(("stored", block_hash, parent, tuple(tokens)))
         elif isinstance(known, list):
@@ -276,7 +277,7 @@ class BlockPool:
                 queued = self.refs[block] == 0 and block not in self.pins
                 if queued:
                     self._unlink(block)
-                self._unpublish(block)
+                self._unpublish((block,))
                 self.num_evictions += 1
                 if queued:
                     self._link(block)
@@ -284,25 +285,27 @@ class BlockPool:
     def unpublish(self, block: int) -> None:
         """Forgets the hash of a referenced block that is about to be overwritten."""
         if self._flags[block] & _HASHED:
-            self._unpublish(block)
+            self._unpublish((block,))
 
-    def _unpublish(self, block: int) -> None:
-        block_hash, content = self.hashes[block], self.contents[block]
-        assert block_hash is not None
-        self.hashes[block] = self.contents[block] = None
-        self._flags[block] &= ~_HASHED
-        known = self.index[block_hash]
-        if isinstance(known, list):
-            known.remove(block)
-            if len(known) == 1:
-                self.index[block_hash] = known[0]
-        else:
-            del self.index[block_hash]
+    def _unpublish(self, blocks: Sequence[int]) -> None:
+        hashes, contents, flags, index = self.hashes, self.contents, self._flags, self.index
+        gone = []
+        for block in blocks:
+            block_hash = hashes[block]
+            assert block_hash is not None
+            gone.append((block, contents[block]))
+            hashes[block] = contents[block] = None
+            flags[block] &= ~_HASHED
+            known = index.pop(block_hash)
+            if isinstance(known, list):
+                known.remove(block)
+                index[block_hash] = known if len(known) > 1 else known[0]
+                continue
             self.evicted.append(block_hash)
             if self.events is not None:
                 self.events.append(("removed", block_hash))
         if self.on_unpublish is not None:
-            self.on_unpublish(block, content)
+            self.on_unpublish(gone)
 
     def is_published(self, block: int) -> bool:
         return bool(self._flags[block] & _HASHED)
@@ -319,8 +322,7 @@ class BlockPool:
         self.evicted.clear()
         self.hashes = [None] * self.num_blocks
         if self.on_unpublish is not None:
-            for block, content in enumerate(self.contents):
-                self.on_unpublish(block, content)
+            self.on_unpublish(list(enumerate(self.contents)))
         self.contents = [None] * self.num_blocks
         self._flags_np[:] = 0
         self._link_fresh()

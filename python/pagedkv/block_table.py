@@ -163,10 +163,10 @@ class BlockTable:
         """
         computed = np.asarray(num_computed, np.int64)
         num_seqs = len(computed)
-        fresh = np.ones(num_seqs, np.int64) if num_new is None else np.asarray(num_new, np.int64)
+        fresh = None if num_new is None else np.asarray(num_new, np.int64)
         lengths = self._check_step(computed, fresh)
         self._wait()
-        if num_new is None:
+        if fresh is None:
             rows, positions, total = self._rows[:num_seqs], computed, num_seqs
             self.cu_seqlens_q[: num_seqs + 1] = self._rows[: num_seqs + 1]
         else:
@@ -177,7 +177,7 @@ class BlockTable:
             self.cu_seqlens_q[0] = 0
             self.cu_seqlens_q[1 : num_seqs + 1] = ends
         blocks, offsets = np.divmod(positions, self.block_size)
-        self.slot_mapping[:total] = self.block_table[rows, blocks] * np.int64(self.block_size) + offsets
+        self.slot_mapping[:total] = self.block_table[rows, blocks].astype(np.int64) * self.block_size + offsets
         self.slot_mapping[total:] = PADDING_SLOT
         self.seq_lens[:num_seqs] = lengths
         self.seq_lens[num_seqs:] = 0
@@ -188,10 +188,11 @@ class BlockTable:
 
     def upload(self, num_seqs: int | None = None) -> None:
         """Copies the host side to the device, the first `num_seqs` rows (all by default), in one non-blocking copy."""
+        rows = self.max_num_seqs if num_seqs is None else num_seqs
+        if not 0 <= rows <= self.max_num_seqs:
+            raise InvalidArgumentError(f"num_seqs: expected 0..{self.max_num_seqs}, got {rows}")
         if not self._is_copied:
             return
-        rows = self.max_num_seqs if num_seqs is None else num_seqs
-        self._check_row(rows - 1, 0)
         used = len(self._host) - (self.max_num_seqs - rows) * self.max_num_blocks
         self._device[:used].copy_(self._host[:used], non_blocking=True)
         if self._copied is not None:
@@ -210,21 +211,24 @@ class BlockTable:
         if num_blocks > self.max_num_blocks:
             raise InvalidArgumentError(f"block_ids: expected at most {self.max_num_blocks} in a row, got {num_blocks}")
 
-    def _check_step(self, computed: npt.NDArray[np.int64], fresh: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _check_step(
+        self, computed: npt.NDArray[np.int64], fresh: npt.NDArray[np.int64] | None
+    ) -> npt.NDArray[np.int64]:
         """The lengths after the step."""
         num_seqs = len(computed)
-        if len(fresh) != num_seqs or num_seqs > self.max_num_seqs:
+        if (fresh is not None and len(fresh) != num_seqs) or num_seqs > self.max_num_seqs:
             raise InvalidArgumentError(
                 f"num_computed, num_new: expected equally many, at most {self.max_num_seqs}, got {num_seqs} and "
-                f"{len(fresh)}"
+                f"{num_seqs if fresh is None else len(fresh)}"
             )
-        lengths = computed + fresh
+        lengths = computed + (1 if fresh is None else fresh)
         if num_seqs == 0:
             return lengths
-        if fresh.sum() > self.max_num_tokens or fresh.min() < 0 or computed.min() < 0:
+        total = num_seqs if fresh is None else fresh.sum()
+        if total > self.max_num_tokens or computed.min() < 0 or (fresh is not None and fresh.min() < 0):
             raise InvalidArgumentError(
-                f"num_new: expected at least 0 each and at most {self.max_num_tokens} together, got {fresh.tolist()} "
-                f"after {computed.tolist()} computed"
+                f"num_computed, num_new: expected at least 0 each and at most {self.max_num_tokens} new together, got "
+                f"{computed.tolist()} and {'one each' if fresh is None else fresh.tolist()}"
             )
         short = lengths > self.row_blocks[:num_seqs] * self.block_size
         if short.any():

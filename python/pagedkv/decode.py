@@ -46,15 +46,18 @@ def append_step(manager: KVCacheManager, seq_ids: Sequence[Hashable], tokens: ar
     plans = _plans(manager, seqs, slow)
     if plans is None:
         return None
-    for seq, token in zip(seqs, tokens, strict=True):
-        if len(seq.tokens) == seq.num_tokens:
-            seq.tokens.append(token)
-        seq.num_tokens = length = seq.num_tokens + 1
+    for seq, token in zip(seqs, tokens.tolist(), strict=True):
+        length, ids = seq.num_tokens, seq.tokens
+        if len(ids) == length:
+            ids.append(token)
+        seq.num_tokens = length = length + 1
         if seq.num_granted < length:
             seq.num_granted = length
     step = DecodeStep([([], [], []) for _ in manager.groups])
+    _extend_tables(manager, seqs, [row for row, plan in zip(slow, plans, strict=True) if plan is None], step)
     for row, plan in zip(slow, plans, strict=True):
-        _carry_out(manager, seqs[row], row, plan, step)
+        if plan is not None:
+            _carry_out(manager, seqs[row], row, step)
     return step
 
 
@@ -78,28 +81,31 @@ def _plans(manager: KVCacheManager, seqs: list[SequenceState], slow: list[int]) 
     return plans
 
 
-def _carry_out(manager: KVCacheManager, seq: SequenceState, row: int, plan: Plan | None, step: DecodeStep) -> None:
-    if plan is None:
-        rows, columns, blocks = step.entries[0]
+def _extend_tables(manager: KVCacheManager, seqs: list[SequenceState], extended: list[int], step: DecodeStep) -> None:
+    """One block behind each of these tables."""
+    rows, columns, blocks = step.entries[0]
+    rows += extended
+    blocks += manager.pool.get_new_blocks(len(extended))
+    size = manager.groups[0].block_size
+    for row, block in zip(extended, blocks, strict=True):
+        seq = seqs[row]
         table = seq.tables[0]
-        block = manager.pool.get_new_blocks(1)[0]
-        rows.append(row)
         columns.append(len(table))
-        blocks.append(block)
         table.append(block)
-        seq.fast_end = len(table) * manager.groups[0].block_size
-        return
-    # an earlier sequence of this step may have copied the block that this plan would copy
+        seq.fast_end = len(table) * size
+
+
+def _carry_out(manager: KVCacheManager, seq: SequenceState, row: int, step: DecodeStep) -> None:
+    # planned again: an earlier sequence of this step may have copied the block that this one would copy
     plan = make_plan(manager, seq, seq.num_computed, seq.tables, Request(1, 0, 0, seq.num_tokens))
     apply_plan(manager, seq, plan)
     for number, (rows, columns, blocks) in enumerate(step.entries):
         table = seq.tables[number]
-        written = plan.written[number] if plan.copied[number] else len(table)
-        for column in (written, *range(len(table) - plan.num_new_blocks[number] + plan.copied[number], len(table))):
-            if column < len(table):
-                rows.append(row)
-                columns.append(column)
-                blocks.append(table[column])
+        behind = range(len(table) - plan.num_new_blocks[number] + plan.copied[number], len(table))
+        for column in (plan.written[number], *behind) if plan.copied[number] else behind:
+            rows.append(row)
+            columns.append(column)
+            blocks.append(table[column])
 
 
 def commit_step(manager: KVCacheManager, seq_ids: Sequence[Hashable]) -> None:

@@ -14,8 +14,8 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence as Seq
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
@@ -25,40 +25,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from .errors import IntegrityError, InvalidArgumentError
 from .hf.prefix import PrefixKeys
 from .progress import generation_bar
+from .requests import Prompt, Record, Request, check_fit, encode_prompt
 from .results import EngineStats, NewToken, Result, StepOutput
 from .runner import Runner
 from .sampling import Choice, Settings, sample
 from .scheduler import Scheduler, Sequence
-
-Prompt = str | Seq[int] | torch.Tensor
-
-
-@dataclass(eq=False, slots=True)
-class _Request:
-    id: int
-    prompt_ids: list[int]
-    streamer: Any
-    arrival: float
-    events: deque[NewToken] | None = None
-    live: dict[int, Sequence] = field(default_factory=dict)
-    results: dict[int, Result] = field(default_factory=dict)
-
-    def scheduled(self) -> list[Sequence]:
-        """Unfinished samples; the first stands for all until its prompt is computed."""
-        first = self.live.get(0)
-        return [first] if first is not None and first.num_forks else list(self.live.values())
-
-
-@dataclass(eq=False, slots=True)
-class _Record:
-    """What the engine keeps of a sequence beside its schedule."""
-
-    request: _Request
-    sample: int
-    generator: torch.Generator
-    logprobs: list[dict[int, float]]
-    decoder: Any = None
-    first_token: float | None = None
 
 
 class Engine:
@@ -75,8 +46,8 @@ class Engine:
         compile: decode through torch.compile, on CPU with frozen and packed weights.
         cuda_graphs: True, False, or "auto": decode from captured graphs where the model is on CUDA.
         kv_dtype: float type of the stored keys and values; None: the type the model computes them in.
-        watermark: fraction of the blocks that admissions leave free. num_host_blocks: preemption swaps to so many blocks
-            of host memory instead of computing again.
+        watermark: fraction of the blocks that admissions leave free.
+        num_host_blocks: preemption swaps to so many blocks of host memory instead of computing again.
         buckets: batch sizes that decode forwards are padded to, the last being max_num_seqs; default: powers of two.
         progress: show bars while decode is compiled or captured.
 
@@ -109,6 +80,7 @@ class Engine:
                 f"max_num_seqs, max_num_batched_tokens: expected 1 <= max_num_seqs <= max_num_batched_tokens, got "
                 f"{max_num_seqs} and {max_num_batched_tokens}"
             )
+        _check_mode(model)
         self.model = model
         self.tokenizer = tokenizer
         self.runner = Runner(
@@ -131,7 +103,8 @@ class Engine:
         self.scheduler = Scheduler(self.manager, self.runner.tables, max_num_seqs, max_num_batched_tokens)
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._prefix_keys = PrefixKeys()
-        self._requests: dict[int, _Request] = {}
+        self._prefix_key: Any = None  # during `generate`: looking at every weight takes 3 ms on a model of 30 layers
+        self._requests: dict[int, Request] = {}
         self._new_id = itertools.count().__next__
         self._lock = threading.RLock()
         self._output = StepOutput()
@@ -175,7 +148,7 @@ class Engine:
             InvalidArgumentError: no tokens, ids outside the vocabulary, settings that are not served, or a request that
                 can never fit; nothing was added.
         """
-        ids = self._encode(prompt)
+        ids = encode_prompt(prompt, self.tokenizer, self._vocabulary)
         settings = Settings(
             self.model,
             self.tokenizer,
@@ -186,7 +159,7 @@ class Engine:
             logprobs,
             **options,
         )
-        self._check_fit(len(ids), settings)
+        check_fit(self.runner, self.scheduler, len(ids), settings)
         if streamer is not None and settings.num_samples > 1:
             raise InvalidArgumentError(f"streamer: expected a request with one sample, got {settings.num_samples}")
         if logprobs is not None and not 0 <= logprobs <= self._vocabulary:
@@ -198,61 +171,18 @@ class Engine:
             if self._closed:
                 raise RuntimeError("the engine is closed")
             number = self._new_id()
-            request = _Request(number, ids, streamer, time.monotonic())
+            request = Request(number, ids, streamer, time.monotonic())
             for index in range(settings.num_samples):
                 generator = torch.Generator(self.runner.device).manual_seed(seed + index)
                 seq = Sequence(self.scheduler.new_id(), (-priority, number), list(ids), settings)
-                seq.record = _Record(request, index, generator, [])
+                seq.record = Record(request, index, generator, [])
                 request.live[index] = seq
             first = request.live[0]
             first.num_forks = settings.num_samples - 1
-            self.scheduler.add(first, cache_salt, self._prefix_keys.current(self.model))
+            self.scheduler.add(first, cache_salt, self._prefix_key or self._prefix_keys.current(self.model))
             self._requests[number] = request
             self._counts["prompt"] += len(ids)
         return number
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidArgumentError("prompt: expected token ids, as the engine has no tokenizer, got a string")
-            prompt = self.tokenizer(prompt)["input_ids"]
-        ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
-        if not ids or not all(isinstance(token, int) and 0 <= token < self._vocabulary for token in ids):
-            raise InvalidArgumentError(
-                f"prompt: expected text, or at least one token id in 0..{self._vocabulary - 1}, got {ids[:8]!r} "
-                f"({len(ids)} in all)"
-            )
-        return ids
-
-    def _check_fit(self, num_prompt: int, settings: Settings) -> None:
-        length, runner = settings.max_length, self.runner
-        if length <= num_prompt:
-            raise InvalidArgumentError(f"max_length: expected more than the prompt's {num_prompt} tokens, got {length}")
-        if length > runner.max_length:
-            raise InvalidArgumentError(
-                f"prompt of {num_prompt} tokens, up to {length} with what is generated: expected at most "
-                f"{runner.max_length} (positions of the model, or {runner.pool.num_blocks - 1} blocks of "
-                f"{runner.pool.block_size})"
-            )
-        needed = self._blocks_needed(length - 1)  # the last token's keys are never written
-        if needed > self.manager.pool.num_usable:
-            raise InvalidArgumentError(
-                f"prompt of {num_prompt} tokens, up to {length} with what is generated: needs {needed} blocks of "
-                f"{runner.pool.block_size} tokens, and the pool has {self.manager.pool.num_usable}"
-            )
-        if settings.num_samples > self.scheduler.max_num_seqs:
-            raise InvalidArgumentError(
-                f"num_return_sequences: expected at most max_num_seqs ({self.scheduler.max_num_seqs}), got "
-                f"{settings.num_samples}"
-            )
-
-    def _blocks_needed(self, length: int) -> int:
-        size, chunk = self.runner.pool.block_size, self.scheduler.max_num_batched_tokens
-        needed = 0
-        for window in self.runner.pool.windows:
-            blocks = -(-length // size)
-            needed += blocks if window is None else min(blocks, -(-(window - 1 + chunk) // size) + 1)
-        return needed
 
     def abort(self, request_id: int) -> bool:
         """Ends a request and frees its blocks, also from a callback; False if it is not there any more."""
@@ -273,6 +203,7 @@ class Engine:
         next step goes on.
         """
         with self._lock, torch.inference_mode():
+            _check_mode(self.model)
             start = time.monotonic()
             output = self._output
             try:
@@ -391,7 +322,7 @@ class Engine:
                 self.manager.pool.evict([block for block in blocks if block])
             self._finish(seq, "error", choice.error)
             return
-        record: _Record = seq.record
+        record: Record = seq.record
         seq.tokens.append(choice.token)
         seq.is_pending = True
         if record.first_token is None:
@@ -415,7 +346,7 @@ class Engine:
             self._finish(seq, reason)
 
     def _finish(self, seq: Sequence, reason: str, error: str | None = None) -> None:
-        record: _Record = seq.record
+        record: Record = seq.record
         request = record.request
         seq.finish_reason = reason
         ids = seq.tokens[len(request.prompt_ids) :]
@@ -472,21 +403,27 @@ class Engine:
         """
         if isinstance(prompts, str):
             raise InvalidArgumentError("prompts: expected a list of prompts, got a string")
-        configs = list(generation_config) if isinstance(generation_config, list | tuple) else [generation_config] * len(prompts)
+        one_each = isinstance(generation_config, list | tuple)
+        configs = list(generation_config) if one_each else [generation_config] * len(prompts)
         if len(configs) != len(prompts):
-            raise InvalidArgumentError(f"generation_config: expected {len(prompts)}, one per prompt, got {len(configs)}")
-        requests: list[_Request] = []
+            raise InvalidArgumentError(f"generation_config: expected {len(prompts)} configs, got {len(configs)}")
+        requests: list[Request] = []
         try:
-            for index, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
-                own_seed = None if seed is None else seed + 1000 * index
-                requests.append(self._requests[self.add_request(prompt, config, seed=own_seed, **options)])
+            with self._lock:
+                self._prefix_key = self._prefix_keys.current(self.model)
+                try:
+                    for index, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
+                        own_seed = None if seed is None else seed + 1000 * index
+                        requests.append(self._requests[self.add_request(prompt, config, seed=own_seed, **options)])
+                finally:
+                    self._prefix_key = None
             self._run_all(requests, progress)
         finally:
             for request in requests:
                 self.abort(request.id)
         return [request.results[index] for request in requests for index in sorted(request.results)]
 
-    def _run_all(self, requests: list[_Request], progress: bool) -> None:
+    def _run_all(self, requests: list[Request], progress: bool) -> None:
         total = sum(len(request.live) for request in requests)
         start, generated = time.monotonic(), self._counts["generated"]
         with generation_bar(total, progress) as show:
@@ -499,7 +436,9 @@ class Engine:
                     figures = f"{speed:.0f} tokens/s, {running} running, {waiting} waiting, KV {used:.0%}"
                     show(sum(len(request.results) for request in requests), figures)
 
-    def stream(self, prompt: Prompt, generation_config: GenerationConfig | None = None, **options: Any) -> Iterator[NewToken]:
+    def stream(
+        self, prompt: Prompt, generation_config: GenerationConfig | None = None, **options: Any
+    ) -> Iterator[NewToken]:
         """Yields the tokens of one request as they are sampled, with their text. Closing the iterator aborts it.
 
         Raises:
@@ -531,13 +470,13 @@ class Engine:
         finally:
             self.abort(request.id)
 
-    def _step_for(self, request: _Request) -> None:
+    def _step_for(self, request: Request) -> None:
         """A step, unless another consumer's step has brought something meanwhile."""
         with self._lock:
             if request.live and not request.events:
                 self.step()
 
-    def _follow(self, prompt: Prompt, config: GenerationConfig | None, options: dict[str, Any]) -> _Request:
+    def _follow(self, prompt: Prompt, config: GenerationConfig | None, options: dict[str, Any]) -> Request:
         """Adds a request whose tokens are kept for a consumer."""
         with self._lock:
             request = self._requests[self.add_request(prompt, config, **options)]
@@ -580,7 +519,8 @@ class Engine:
             self.manager.check_integrity()
             known = {seq.seq_id for request in self._requests.values() for seq in request.scheduled()}
             if known != set(self.manager.sequences):
-                raise IntegrityError(f"the manager has sequences {sorted(self.manager.sequences)}, expected {sorted(known)}")
+                held = sorted(self.manager.sequences)
+                raise IntegrityError(f"the manager has sequences {held}, expected {sorted(known)}")
 
     def close(self) -> None:
         """Aborts what is left; the engine takes no more requests."""
@@ -596,7 +536,12 @@ class Engine:
         self.close()
 
 
-def _raise_error(request: _Request) -> None:
+def _check_mode(model: PreTrainedModel) -> None:
+    if model.training:
+        raise InvalidArgumentError("model: expected one in evaluation mode, call model.eval()")
+
+
+def _raise_error(request: Request) -> None:
     for result in request.results.values():
         if result.error is not None:
             raise RuntimeError(f"request {request.id}: {result.error}")

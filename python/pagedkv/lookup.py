@@ -90,13 +90,17 @@ class PrefixLookup:
         """Makes a published block known to partial hits."""
         self._children.setdefault(self._child_key(number, link), {})[block] = None
 
-    def _note_unpublished(self, block: int, link: Link | None) -> None:
-        if link is None:
-            return
-        if link.parent is not None and link.parent.next is link:
-            link.parent.next = None
-        if not self.partial_hits:
-            return
+    def _note_unpublished(self, gone: list[tuple[int, Link | None]]) -> None:
+        for block, link in gone:
+            if link is None:
+                continue
+            parent = link.parent
+            if parent is not None and parent.next is link:
+                parent.next = None
+            if self.partial_hits:
+                self._remove_child(block, link)
+
+    def _remove_child(self, block: int, link: Link) -> None:
         for number in range(len(self.groups)):
             key = self._child_key(number, link)
             children = self._children.get(key, {})

@@ -104,7 +104,8 @@ class KVCacheManager:
         self.lookup = PrefixLookup(self.pool, self.groups, self.hasher, step, partial_hits=partial_hits)
         self.transfers = Transfers(self.pool, num_host_blocks)
         self.sequences: dict[SeqId, SequenceState] = {}
-        self.watermark_blocks = math.ceil(watermark * self.pool.num_usable)
+        # less than a millionth over a whole number of blocks is rounding of the fraction
+        self.watermark_blocks = math.ceil(watermark * self.pool.num_usable - 1e-6)
         self.num_running = 0
         self.num_preemptions = 0
         self.num_swaps = 0

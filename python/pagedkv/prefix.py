@@ -180,13 +180,14 @@ class ChainHasher:
         parent_hash = tip.hash if tip else self.root
         plain = not keys and self.is_sha256
         sha256 = hashlib.sha256
-        for number in range(first, stop):
-            low = (number - first) * width
+        extras = NO_EXTRAS
+        for low in range(0, len(data), width):
             chunk = data[low : low + width]
             if plain:
-                parent_hash, extras = sha256(parent_hash + chunk).digest(), NO_EXTRAS
+                parent_hash = sha256(parent_hash + chunk).digest()
             else:
-                extras = keys.at(number * self.chunk, (number + 1) * self.chunk)
+                start = first * self.chunk + low // TOKEN_BYTES
+                extras = keys.at(start, start + self.chunk)
                 parent_hash = self._digest(b"".join((parent_hash, chunk, *(pair for pair, _ in extras))))
             tip = Link(parent_hash, tip, chunk, extras)
             links.append(tip)

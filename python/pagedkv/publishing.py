@@ -24,13 +24,11 @@ def publish(manager: KVCacheManager, seq: SequenceState) -> None:
     """Publishes the blocks that committed tokens with known ids have filled, and notes when the next one will be."""
     pool, chunk = manager.pool, manager.hasher.chunk
     known = min(seq.num_computed, len(seq.tokens))
-    start, stop = seq.published // chunk, known // chunk
-    if stop > seq.num_links:
-        links = manager.hasher.grow(seq.tip, seq.num_links, seq.tokens, seq.keys, stop)
-        fresh_from, seq.tip, seq.num_links = seq.num_links, links[-1], stop
-        if fresh_from != start:
-            links = seq.links(start)
-    else:
+    start, stop, hashed = seq.published // chunk, known // chunk, seq.num_links
+    links = manager.hasher.grow(seq.tip, hashed, seq.tokens, seq.keys, stop)
+    if links:
+        seq.tip, seq.num_links = links[-1], stop
+    if start != hashed:
         links = seq.links(start)
     hashes, publish_checked = pool.hashes, pool.publish_checked
     for number, group in enumerate(manager.groups):

@@ -1,6 +1,6 @@
 """Runs a transformers model over a packed batch: the tokens of many sequences in one row, from static buffers.
 
-A forward gets input ids and positions [1, T], and each attention layer the block tables, slots and lengths of its group.
+A forward gets input ids and positions [1, T], and each attention layer the block table, slots and lengths of its group.
 Forwards of one token per sequence are padded to a few batch sizes (buckets), so that compiled code and captured CUDA
 graphs exist before the first request comes; padding is a sequence of length 0 whose slot is -1.
 """
@@ -114,6 +114,7 @@ class Runner:
         options = {"prefix_caching": prefix_caching, "watermark": watermark, "num_host_blocks": num_host_blocks}
         self._allocate(blocks, max_num_seqs, max_num_batched_tokens, block_size, kv_dtype, **options)
         self.max_length = min(self.max_length, self.pool.table_width * block_size)
+        self._warm_up(self.buckets[0])  # the layers get their tensors before anything is traced
         if compile:
             self._compile(progress)
         if cuda_graphs is True and self.device.type != "cuda":
@@ -133,13 +134,9 @@ class Runner:
         if reason is not None:
             raise refuse(self.model, reason)
         windows = cache.pool.windows
-        self.pool = Pool(
-            num_blocks, block_size, windows, max_length=self.max_length, kv_dtype=kv_dtype, **options
-        )
+        self.pool = Pool(num_blocks, block_size, windows, max_length=self.max_length, kv_dtype=kv_dtype, **options)
         width = self.pool.table_width
-        self.tables = [
-            BlockTable(max_num_seqs, width, max_num_tokens, block_size, device=self.device) for _ in windows
-        ]
+        self.tables = [BlockTable(max_num_seqs, width, max_num_tokens, block_size, device=self.device) for _ in windows]
         self._steps = {(group, self.device): Step() for group in range(len(windows))}
         self._state = PackedState(self.pool, cache.state.layers, self._steps)
         cache._bind(self._state)
@@ -186,7 +183,8 @@ class Runner:
             raise refuse(self.model, str(error)) from error
         except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
             raise refuse(self.model, f"a packed forward fails ({type(error).__name__}: {error})") from error
-        limit = 1e-3 if self.model.dtype == torch.float32 else 0.1
+        is_exact = self.model.dtype == torch.float32 and self.pool.kv_dtype in (None, torch.float32)
+        limit = 1e-3 if is_exact else 0.1
         for row, position, logits in got:
             error = float((expected[row][position] - logits.double()).norm() / expected[row][position].norm())
             if not error < limit:
@@ -278,7 +276,9 @@ class Runner:
         if num_new is None:
             return self._run_decode(size)[:num_seqs].float()
         with self.patch.attention():
-            return self._forward(num_seqs, total, torch.as_tensor(np.asarray(logits_at, np.int64), device=self.device)).float()
+            return self._forward(
+                num_seqs, total, torch.as_tensor(np.asarray(logits_at, np.int64), device=self.device)
+            ).float()
 
     def _run_decode(self, size: int) -> Tensor:
         if size in self._graphs:

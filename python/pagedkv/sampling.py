@@ -178,7 +178,7 @@ def sample(seqs: Seq[Sequence], generators: Seq[torch.Generator], logits: Tensor
         try:
             scores = logits if len(rows) == len(seqs) else logits[rows]
             picked = _pick([seqs[row] for row in rows], [generators[row] for row in rows], scores)
-        except Exception as error:  # whatever a user's processor raises
+        except Exception as error:  # noqa: PERF203 -- whatever a user's processor raises
             errors.update(dict.fromkeys(rows, f"{type(error).__name__}: {error}"))
         else:
             for row, token in zip(rows, picked, strict=True):

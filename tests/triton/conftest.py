@@ -1,4 +1,4 @@
-"""``interpreter``: the Triton ops on CPU tensors, run by Triton's interpreter in a process of its own."""
+"""``kernels``: the Triton ops, interpreted on CPU tensors in a process of their own (or on a GPU, see ``worker``)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from .worker import Interpreter
+from .worker import Kernels
 
 
 @pytest.fixture(scope="session")
-def interpreter() -> Iterator[Interpreter]:
+def kernels() -> Iterator[Kernels]:
     pytest.importorskip("triton", reason="triton is not installed (pip install triton==3.7.1)")
-    worker = Interpreter()
+    worker = Kernels()
     yield worker
     worker.close()

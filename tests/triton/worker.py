@@ -1,6 +1,7 @@
-"""Runs functions under Triton's interpreter, which must be switched on before Triton is imported: a process of its own.
+"""Runs the Triton ops in a process of their own: Triton's interpreter must be switched on before Triton is imported.
 
-Messages are length-prefixed ``torch.save`` bytes, so that views of one storage stay views of one storage.
+With ``PAGEDKV_TEST_DEVICE=cuda`` the same tests run on the GPU: what a function gets lies there, and what it returns
+comes back to the CPU. Messages are length-prefixed ``torch.save`` bytes, so that views of one storage stay such views.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 _ROOT = Path(__file__).parents[2]
+DEVICE = os.environ.get("PAGEDKV_TEST_DEVICE", "cpu")
 
 
 def _send(stream: BinaryIO, message: Any) -> None:
@@ -27,11 +29,11 @@ def _send(stream: BinaryIO, message: Any) -> None:
     stream.flush()
 
 
-def _receive(stream: BinaryIO) -> Any:
+def _receive(stream: BinaryIO, device: str) -> Any:
     header = stream.read(8)
     if len(header) < 8:
         raise EOFError
-    return torch.load(io.BytesIO(stream.read(struct.unpack("<q", header)[0])), weights_only=False)
+    return torch.load(io.BytesIO(stream.read(struct.unpack("<q", header)[0])), map_location=device, weights_only=False)
 
 
 def _call_op(name: str, args: Any, options: Any) -> Any:
@@ -40,9 +42,11 @@ def _call_op(name: str, args: Any, options: Any) -> Any:
     return getattr(_triton, name)(*args, **options), args
 
 
-class Interpreter:
+class Kernels:
     def __init__(self) -> None:
-        env = os.environ | {"TRITON_INTERPRET": "1", "PAGEDKV_CPU": "reference", "PYTHONWARNINGS": "ignore"}
+        env = os.environ | {"PAGEDKV_CPU": "reference", "PYTHONWARNINGS": "ignore"}
+        if DEVICE == "cpu":
+            env["TRITON_INTERPRET"] = "1"
         command = [sys.executable, "-m", "tests.triton.worker"]
         self._process = subprocess.Popen(command, cwd=_ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
@@ -51,10 +55,9 @@ class Interpreter:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         _send(self._process.stdin, (function, args))
-        result, error, trace = _receive(self._process.stdout)
+        result, error, trace = _receive(self._process.stdout, "cpu")
         if error is not None:
-            error.add_note(trace) if hasattr(error, "add_note") else None
-            raise error
+            raise error from RuntimeError(trace)
         return result
 
     def op(self, name: str, *args: Any, **options: Any) -> Any:
@@ -72,11 +75,12 @@ class Interpreter:
 
 
 def _serve() -> None:
+    torch.set_default_device(DEVICE)
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints of the functions must not end up among the replies
     while True:
         try:
-            function, args = _receive(requests)
+            function, args = _receive(requests, DEVICE)
         except EOFError:
             return
         try:

@@ -1,0 +1,194 @@
+"""``python -m pagedkv_ops._triton.compile_report``: what the assembler makes of every kernel, without a device.
+
+Prints a table and exits with 1 where a kernel spills registers, exceeds shared memory, or lacks the tensor-core
+instructions or 128-bit accesses that it needs. ``--write FILE`` keeps the table, ``--only TEXT`` takes some rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from . import attention, blocks, config, gathering, states, writing
+from .launch import Launch, recording
+from .offline import Report, compile_launch, inspect
+from .tuned import TABLE
+
+
+class Target(NamedTuple):
+    capability: int
+    shared_bytes: int  # the most that one thread block may have
+    wide_instruction: str  # tensor-core instruction of tiles of 64 rows and more
+
+
+TARGETS = {
+    "sm_80": Target(80, 163 << 10, "HMMA"),
+    "sm_90": Target(90, 227 << 10, "HGMMA"),
+    "sm_100": Target(100, 227 << 10, "UTCHMMA"),
+    "small": Target(89, 99 << 10, "HMMA"),
+}
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _caches(dtype: torch.dtype, head_size: int, num_kv_heads: int = 8) -> list[Tensor]:
+    return [_meta(4096, 16, num_kv_heads, head_size, dtype=dtype) for _ in range(2)]
+
+
+def _attend(
+    kind: str, dtype: torch.dtype, head_size: int, rich: bool, num_splits: int = 0, window_left: int = -1
+) -> None:
+    """Decode of 64 sequences or a prefill of four; ``rich`` has the options and as many query rows as fit a tile."""
+    batch, num_tokens = (64, 64) if kind == "decode" else (4, 8192)
+    heads, num_kv_heads = (64, 1) if rich and kind == "decode" else (32, 8)
+    options = {}
+    if rich:
+        options = {"softcap": 30.0, "alibi_slopes": _meta(heads), "sinks": _meta(heads)}
+        num_splits = num_splits or 4
+    attention._attend(
+        _meta(num_tokens, heads, head_size, dtype=dtype),
+        *_caches(dtype, head_size, num_kv_heads),
+        _meta(batch, 512, dtype=torch.int32),
+        _meta(batch, dtype=torch.int32),
+        _meta(batch + 1, dtype=torch.int32) if rich or kind == "prefill" else None,
+        with_lse=rich,
+        num_splits=num_splits,
+        window_left=window_left,
+        **options,
+    )
+
+
+def _write(dtype: torch.dtype) -> None:
+    new = [_meta(64, 8, 128, dtype=dtype) for _ in range(2)]
+    writing.store(*new, *_caches(torch.bfloat16, 128), _meta(64, dtype=torch.int64))
+
+
+def _merge() -> None:
+    lse = _meta(64, 32, dtype=torch.float32)
+    states.merge_states(_meta(64, 32, 128), lse, _meta(64, 32, 128), lse)
+
+
+def _copy() -> None:
+    blocks.copy_blocks(_caches(torch.bfloat16, 128), _meta(64, 2, dtype=torch.int64))
+
+
+def _gather() -> None:
+    indices = (_meta(64, 512, dtype=torch.int32), _meta(64, dtype=torch.int32))
+    gathering.gather_kv(_caches(torch.bfloat16, 128)[0], *indices, 8192)
+
+
+def cases(arch: str) -> dict[str, tuple[Callable[[], None], int]]:
+    """Row name -> call that launches, and which of its launches is meant."""
+    rows: dict[str, tuple[Callable[[], None], int]] = {}
+    for table_arch, kind, itemsize, width in TABLE:
+        if table_arch == arch:
+            dtype = torch.bfloat16 if itemsize == 2 else torch.float32
+            for rich in (False, True):
+                name = f"attention {kind} {str(dtype)[6:]} D={width}{' softcap alibi sinks lse splits' if rich else ''}"
+                rows[name] = partial(_attend, kind, dtype, width, rich), 0
+    if arch == "small":  # differs by its configurations alone
+        return rows
+    for kind in ("decode", "prefill"):
+        rows[f"attention {kind} float16 D=128"] = partial(_attend, kind, torch.float16, 128, False), 0
+        rows[f"attention {kind} bfloat16 D=80"] = partial(_attend, kind, torch.bfloat16, 80, False), 0
+        rows[f"attention {kind} bfloat16 D=128 num_splits=1"] = partial(_attend, kind, torch.bfloat16, 128, False, 1), 0
+        name = f"attention {kind} bfloat16 D=128 softcap alibi sinks lse splits window"
+        rows[name] = partial(_attend, kind, torch.bfloat16, 128, True, window_left=1000), 0
+    rows["attention decode bfloat16 D=576"] = partial(_attend, "decode", torch.bfloat16, 576, False), 0
+    rows["combine bfloat16 D=128"] = partial(_attend, "decode", torch.bfloat16, 128, False), 1
+    rows["write_kv bfloat16"] = partial(_write, torch.bfloat16), 0
+    rows["write_kv float32 to bfloat16"] = partial(_write, torch.float32), 0
+    rows["merge_states bfloat16"] = _merge, 0
+    rows["copy_blocks bfloat16 read"] = _copy, 0
+    rows["copy_blocks bfloat16 write"] = _copy, 1
+    rows["gather_kv bfloat16"] = _gather, 0
+    return rows
+
+
+def launch_of(arch: str, name: str) -> Launch:
+    call, index = cases(arch)[name]
+    device = config.device
+    config.device = lambda tensor: (arch, 132)
+    try:
+        with recording() as launches:
+            call()
+    finally:
+        config.device = device
+    return launches[index]
+
+
+def problems(arch: str, name: str, launch: Launch, report: Report) -> list[str]:
+    """What keeps a kernel from its speed: spills, too much shared memory, missing instructions."""
+    target = TARGETS[arch]
+    found = []
+    if report.stack_bytes or report.local_memory_instructions:
+        found.append(f"spills: {report.stack_bytes} bytes, {report.local_memory_instructions} instructions")
+    if report.shared_bytes > target.shared_bytes:
+        found.append(f"shared memory: {report.shared_bytes} bytes of {target.shared_bytes}")
+    if name.startswith("attention"):
+        wanted = target.wide_instruction if launch.meta["BLOCK_M"] >= 64 and "float32" not in name else "HMMA"
+        if "float32" not in name and report.tensor_core != wanted:
+            found.append(f"tensor-core instruction: {wanted} expected, {report.tensor_core or 'none'} found")
+        if not report.async_copies_128:
+            found.append("keys and values are not loaded by 128-bit asynchronous copies")
+    elif not report.loads_128 or (
+        not report.stores_128 and not name.startswith("combine")
+    ):  # it stores 256 bytes a row
+        found.append("no 128-bit loads or stores")
+    return found
+
+
+def row_of(arch: str, name: str) -> tuple[str, list[str]]:
+    """The table's line of one kernel, and its problems."""
+    launch = launch_of(arch, name)
+    report = inspect(compile_launch(launch, TARGETS[arch].capability))
+    tile = "x".join(str(launch.meta[key]) for key in ("BLOCK_M", "BLOCK_N") if key in launch.meta) or "-"
+    cells = [arch, name, tile, launch.meta["num_warps"], launch.meta.get("num_stages", "-"), report.registers]
+    cells += [report.shared_bytes, report.local_memory_instructions, report.stack_bytes]
+    cells += [f"{report.tensor_core_instructions} {report.tensor_core}".strip(), report.async_copies_128]
+    cells += [report.loads_128, report.stores_128]
+    return "| " + " | ".join(map(str, cells)) + " |", [
+        f"{arch} {name}: {p}" for p in problems(arch, name, launch, report)
+    ]
+
+
+HEADER = (
+    "| target | kernel | tile | warps | stages | registers | shared bytes | spill instructions | stack bytes "
+    "| tensor-core instructions | 128-bit async copies | 128-bit loads | 128-bit stores |"
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="file for the table")
+    parser.add_argument("--only", default="", help="rows whose target and name contain this text")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
+    options = parser.parse_args()
+    wanted = [(arch, name) for arch in TARGETS for name in cases(arch) if options.only in f"{arch} {name}"]
+    lines, found = [HEADER, "|" + " --- |" * (HEADER.count("|") - 1)], []
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        for line, row_problems in pool.map(row_of, *zip(*wanted, strict=True)):
+            print(line, flush=True)
+            lines.append(line)
+            found += row_problems
+    if options.write:
+        intro = f"Kernels compiled without a device by Triton {triton.__version__}: `python -m {__spec__.name}`.\n\n"
+        options.write.write_text(intro + "\n".join(lines) + "\n")
+    print("\n".join(found) or "no problems", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

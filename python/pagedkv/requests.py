@@ -1,0 +1,103 @@
+"""Requests of an engine: what is kept of each, and what is refused at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import InvalidArgumentError
+from .results import NewToken, Result
+from .sampling import Settings
+from .scheduler import Scheduler, Sequence
+
+if TYPE_CHECKING:
+    from .runner import Runner
+
+Prompt = str | Seq[int] | torch.Tensor
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    id: int
+    prompt_ids: list[int]
+    streamer: Any
+    arrival: float
+    events: deque[NewToken] | None = None
+    live: dict[int, Sequence] = field(default_factory=dict)
+    results: dict[int, Result] = field(default_factory=dict)
+
+    def scheduled(self) -> list[Sequence]:
+        """Unfinished samples; the first stands for all until its prompt is computed."""
+        first = self.live.get(0)
+        return [first] if first is not None and first.num_forks else list(self.live.values())
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """What the engine keeps of a sequence beside its schedule."""
+
+    request: Request
+    sample: int
+    generator: torch.Generator
+    logprobs: list[dict[int, float]]
+    decoder: Any = None
+    first_token: float | None = None
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
+    """The ids of a prompt.
+
+    Raises:
+        InvalidArgumentError: it has none, or one outside the vocabulary, or it is text and there is no tokenizer.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise InvalidArgumentError("prompt: expected token ids, as the engine has no tokenizer, got a string")
+        prompt = tokenizer(prompt)["input_ids"]
+    ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
+    if not ids or not all(isinstance(token, int) and 0 <= token < vocabulary for token in ids):
+        raise InvalidArgumentError(
+            f"prompt: expected text, or at least one token id in 0..{vocabulary - 1}, got {ids[:8]!r} "
+            f"({len(ids)} in all)"
+        )
+    return ids
+
+
+def check_fit(runner: Runner, scheduler: Scheduler, num_prompt: int, settings: Settings) -> None:
+    """Refuse what can never run.
+
+    Raises:
+        InvalidArgumentError: with the numbers.
+    """
+    length, pool, num_usable = settings.max_length, runner.pool, runner.pool.manager.pool.num_usable
+    asked = f"prompt of {num_prompt} tokens, up to {length} with what is generated"
+    if length <= num_prompt:
+        raise InvalidArgumentError(f"max_length: expected more than the prompt's {num_prompt} tokens, got {length}")
+    if length > runner.max_length:
+        raise InvalidArgumentError(
+            f"{asked}: expected at most {runner.max_length} (positions of the model, or {num_usable} blocks of "
+            f"{pool.block_size})"
+        )
+    needed = _blocks_needed(runner, scheduler, length - 1)  # the last token's keys are never written
+    if needed > num_usable:
+        raise InvalidArgumentError(
+            f"{asked}: needs {needed} blocks of {pool.block_size} tokens, and the pool has {num_usable}"
+        )
+    most = scheduler.max_num_seqs
+    if settings.num_samples > most:
+        raise InvalidArgumentError(
+            f"num_return_sequences: expected at most max_num_seqs ({most}), got {settings.num_samples}"
+        )
+
+
+def _blocks_needed(runner: Runner, scheduler: Scheduler, length: int) -> int:
+    size, chunk = runner.pool.block_size, scheduler.max_num_batched_tokens
+    needed = 0
+    for window in runner.pool.windows:
+        blocks = -(-length // size)
+        needed += blocks if window is None else min(blocks, -(-(window - 1 + chunk) // size) + 1)
+    return needed

@@ -1,0 +1,174 @@
+"""What goes wrong in one request, in the model or at the keyboard: what is lost, and that no block is."""
+
+import pytest
+import torch
+from transformers import LogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from .conftest import build_llama
+from .oracle import assert_native, prompts
+
+
+class _Raises(LogitsProcessor, StoppingCriteria, BaseStreamer):
+    """Fails at its third call, whatever it is used as."""
+
+    def __init__(self):
+        self.calls = 0
+        self.ended = False
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls == 3:
+            raise ValueError("on purpose")
+        return scores if scores is not None else torch.zeros(len(input_ids), dtype=torch.bool)
+
+    def put(self, value):
+        self(value, value)
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize("role", ["logits_processor", "stopping_criteria", "streamer"])
+def test_a_callback_that_raises_fails_its_request_alone(llama, make_engine, role):
+    engine = make_engine(llama)
+    culprit = _Raises()
+    given = {role: culprit if role == "streamer" else [culprit]}
+    bad = engine.add_request([1, 2, 3], max_new_tokens=10, **given)
+    good = [engine.add_request(prompt, max_new_tokens=10) for prompt in prompts(4, 2, 20)]
+    found = {}
+    while len(found) < 5:
+        found.update({result.request_id: result for result in engine.step().finished})
+    assert found[bad].finish_reason == "error"
+    assert found[bad].error == "ValueError: on purpose"
+    assert culprit.ended == (role == "streamer")
+    assert_native(llama, [found[request] for request in good], max_new_tokens=10)
+
+
+def test_a_processor_that_leaves_no_token(llama, make_engine):
+    class Nothing(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return torch.full_like(scores, -torch.inf)
+
+    engine = make_engine(llama)
+    for options in ({}, {"do_sample": True, "top_k": 0}):
+        result = engine.generate([[1, 2, 3]], max_new_tokens=4, logits_processor=[Nothing()], **options)[0]
+        assert result.finish_reason == "error"
+        assert "no token is left" in result.error
+
+
+def test_nan_logits_fail_the_request_and_leave_no_prefix_behind(make_engine):
+    model = build_llama()
+    engine = make_engine(model)
+    poison = 77
+    model.model.embed_tokens.weight.data[poison] = torch.nan
+    bad = prompts(1, 30, 30)[0]
+    bad[9] = poison
+    good = [[token for token in prompt if token != poison] for prompt in prompts(3, 12, 20, seed=1)]
+    first, *rest = engine.generate([bad, *good], max_new_tokens=8, suppress_tokens=[poison])
+    assert first.finish_reason == "error"
+    assert "NaN" in first.error
+    assert_native(model, rest, max_new_tokens=8, suppress_tokens=[poison])
+    model.model.embed_tokens.weight.data[poison] = 0.1
+    engine._prefix_keys._weights = tuple((p.data_ptr(), p._version) for p in model.parameters())  # as if unnoticed
+    again = engine.generate([bad], max_new_tokens=4)
+    assert again[0].num_cached_tokens == 0
+    assert_native(model, again, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, MemoryError])
+@pytest.mark.parametrize("host_blocks", [0, 30])
+def test_an_interrupted_step_loses_nothing(make_engine, error, host_blocks):
+    model = build_llama()
+    engine = make_engine(model, num_blocks=24, max_num_batched_tokens=16, num_host_blocks=host_blocks)
+    asked = prompts(8, 4, 30, seed=9)
+    for prompt in asked:
+        engine.add_request(prompt, max_new_tokens=12, num_return_sequences=1)
+    engine.add_request(asked[0], max_new_tokens=12, do_sample=True, num_return_sequences=3, seed=5)
+    calls = 0
+
+    def hook(module, args):
+        nonlocal calls
+        calls += 1
+        if calls % 5 == 0:
+            raise error
+
+    handle = model.model.layers[1].register_forward_pre_hook(hook)
+    found, interrupted = [], 0
+    while len(found) < 11:
+        try:
+            found += engine.step().finished
+        except error:  # noqa: PERF203
+            interrupted += 1
+            engine.check_integrity()
+            assert engine.manager.num_free_blocks == engine.manager.pool.num_usable
+    handle.remove()
+    assert interrupted > 3
+    greedy = [result for result in found if result.request_id < 8]
+    assert_native(model, greedy, max_new_tokens=12)
+    sampled = sorted((result.sample, result.token_ids) for result in found if result.request_id == 8)
+    expected = make_engine(model).generate(
+        [asked[0]], max_new_tokens=12, do_sample=True, num_return_sequences=3, seed=5
+    )
+    assert sampled == [(result.sample, result.token_ids) for result in expected]
+
+
+def test_keyboard_interrupt_ends_generate_and_its_requests(make_engine):
+    model = build_llama()
+    engine = make_engine(model)
+    calls = 0
+
+    def hook(module, args):
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            raise KeyboardInterrupt
+
+    handle = model.model.layers[0].register_forward_pre_hook(hook)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts(5, 3, 20), max_new_tokens=20)
+    handle.remove()
+    assert engine.stats().num_waiting == engine.stats().num_running == 0
+    assert_native(model, engine.generate(prompts(3, 3, 20), max_new_tokens=6), max_new_tokens=6)
+
+
+def test_abort_from_a_callback(llama, make_engine):
+    engine = make_engine(llama)
+    ids = []
+
+    class Stopper(BaseStreamer):
+        count = 0
+
+        def put(self, value):
+            self.count += 1
+            if self.count == 4:
+                for request in ids:
+                    engine.abort(request)
+
+        def end(self): ...
+
+    ids.append(engine.add_request([1, 2, 3], max_new_tokens=30, streamer=Stopper()))
+    ids += [engine.add_request(prompt, max_new_tokens=30) for prompt in prompts(3, 2, 20)]
+    last = engine.add_request([4, 5, 6], max_new_tokens=10)
+    found = {}
+    while len(found) < 5:
+        found.update({result.request_id: result for result in engine.step().finished})
+    assert [found[request].finish_reason for request in ids] == ["abort"] * 4
+    assert len(found[ids[0]].token_ids) == 3
+    assert_native(llama, [found[last]], max_new_tokens=10)
+    assert not engine.abort(ids[0])
+
+
+def test_a_closed_engine_takes_nothing(llama, make_engine):
+    engine = make_engine(llama)
+    with engine:
+        engine.add_request([1, 2, 3], max_new_tokens=30)
+        engine.step()
+    assert engine.stats().num_running == 0
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.add_request([1])
+
+
+def test_a_failed_stream_raises_what_happened(llama, make_engine):
+    with pytest.raises(RuntimeError, match="on purpose"):
+        list(make_engine(llama).stream([1, 2], max_new_tokens=9, logits_processor=[_Raises()]))
