@@ -75,9 +75,16 @@ class BuildExtension(build_ext):
             )
         flags = list(COMPILE_FLAGS)
         if SANITIZE:
+            self.build_temp = str(Path(self.build_temp) / SANITIZE)  # never reuse objects of the plain build
             flags += [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer", "-O1", "-g1"]
 
+        newest_header = max(Path(p).stat().st_mtime for p in ["setup.py", *ext.depends])
+
         def compile_one(source: str) -> list[str]:
+            objects = self.compiler.object_filenames([source], output_dir=self.build_temp)
+            changed = max(newest_header, Path(source).stat().st_mtime)
+            if not self.force and Path(objects[0]).exists() and Path(objects[0]).stat().st_mtime > changed:
+                return objects
             machine = MACHINE_FLAGS.get(Path(source).name, [])
             return self.compiler.compile(
                 [source],

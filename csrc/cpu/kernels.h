@@ -64,6 +64,8 @@ struct Kernels {
   const char* name;
   void (*decode)(const AttentionArgs&, const DecodeTask&);
   void (*merge_partials)(const AttentionArgs&, const MergeTask&);
+  void (*prefill)(const AttentionArgs&, const PrefillTask&);
+  int64_t (*prefill_tokens_per_task)(const AttentionArgs&);
   void (*write_tokens)(const WriteArgs&, int64_t begin, int64_t end);
   void (*merge_states)(const MergeStatesArgs&, int64_t token_begin, int64_t token_end);
   void (*copy)(char* dst, const char* src, int64_t bytes, bool stream);

@@ -7,15 +7,19 @@ namespace pagedkv {
 
 namespace {
 
-constexpr int64_t kQueryTile = 8;       // query tokens that share one pass over the keys
-constexpr int64_t kMinSplitKeys = 64;   // shorter parts cost more in set-up and merging than they gain
-constexpr int64_t kTasksPerThread = 4;  // uneven tasks even out
+constexpr int64_t kQueryTile = 8;        // query tokens that share one pass of the decode kernel over the keys
+constexpr int64_t kPrefillTokens = 8;    // from here on packing the keys for the prefill kernel pays
+constexpr int64_t kMinPrefillTile = 16;  // query tokens of a prefill task, at least
+constexpr int64_t kMinSplitKeys = 64;    // shorter parts cost more in set-up and merging than they gain
+constexpr int64_t kTasksPerThread = 4;   // uneven tasks even out
 
-// The tasks of one sequence, numbered from first_task on: query tile, then split, then head group.
+// The tasks of one sequence, numbered from first_task on: query tile, then split, then head group (prefill: KV head).
 struct SequencePlan {
   int64_t seq;
   int64_t first_task;
+  int64_t query_tile;  // tokens
   int64_t query_tiles;
+  bool prefill;
   int64_t splits;
   int64_t chunk;      // keys per split, a multiple of kDecodeTile
   int64_t key_begin;  // of the first split, a multiple of kDecodeTile
@@ -44,6 +48,17 @@ struct Plan {
   }
 };
 
+// num_splits == 1 promises that a row's bits do not depend on how its prompt was cut: one kernel for every length.
+bool use_prefill(const AttentionArgs& args, int64_t query_length) {
+  return args.num_splits != 1 && query_length >= kPrefillTokens;
+}
+
+int64_t query_tile_of(const AttentionArgs& args, int64_t query_length) {
+  if (!use_prefill(args, query_length)) return kQueryTile;
+  const int64_t balanced = ceil_div(query_length * args.num_kv_heads, num_threads() * kTasksPerThread);
+  return min_of(kernels().prefill_tokens_per_task(args), max_of(balanced, kMinPrefillTile));
+}
+
 KeyRange keys_of_sequence(const AttentionArgs& args, int64_t seq, int64_t query_length) {
   const int64_t seq_len = args.seq_lens[seq];
   return {visible_keys(args, seq_len, query_length, 0).begin,
@@ -68,8 +83,10 @@ Plan make_plan(const AttentionArgs& args) {
     s.seq = seq;
     s.key_begin = keys.begin / kDecodeTile * kDecodeTile;
     s.chunk = max_of<int64_t>(0, keys.end - s.key_begin);
-    s.query_tiles = ceil_div(query_length, kQueryTile);
-    total_keys += s.chunk * s.query_tiles;
+    s.prefill = use_prefill(args, query_length);
+    s.query_tile = query_tile_of(args, query_length);
+    s.query_tiles = ceil_div(query_length, s.query_tile);
+    total_keys += s.chunk * ceil_div(query_length, kQueryTile);
   }
   const int64_t threads = num_threads();
   plan.bytes =
@@ -77,19 +94,18 @@ Plan make_plan(const AttentionArgs& args) {
   const int64_t auto_chunk = threads == 1 || plan.bytes < kSerialBytes
                                  ? INT64_MAX
                                  : max_of(kMinSplitKeys, ceil_div(total_keys, threads * kTasksPerThread));
+  // Without splits a few long sequences would leave threads idle.
+  if (args.num_splits == 1 && plan.bytes >= kSerialBytes && plan.num_sequences < 2 * threads) {
+    plan.head_groups = min_of(args.num_kv_heads, ceil_div(2 * threads, plan.num_sequences));
+  }
   int64_t partial_rows = 0;
   for (int64_t i = 0; i < plan.num_sequences; ++i) {
     SequencePlan& s = plan.sequences[i];
-    s.splits = count_splits(args, s.chunk, auto_chunk);
+    s.splits = s.prefill ? 1 : count_splits(args, s.chunk, auto_chunk);
     s.chunk = round_up(ceil_div(s.chunk, s.splits), kDecodeTile);
     s.first_task = plan.num_tasks;
-    plan.num_tasks += s.query_tiles * s.splits;
+    plan.num_tasks += s.query_tiles * (s.prefill ? args.num_kv_heads : s.splits * plan.head_groups);
     if (s.splits > 1) partial_rows += args.query_length(s.seq) * s.splits * args.num_heads;
-  }
-  if (plan.num_tasks > 0 && plan.num_tasks < 2 * threads && plan.bytes >= kSerialBytes) {
-    plan.head_groups = min_of(args.num_kv_heads, ceil_div(2 * threads, plan.num_tasks));
-    plan.num_tasks *= plan.head_groups;
-    for (int64_t i = 0; i < plan.num_sequences; ++i) plan.sequences[i].first_task *= plan.head_groups;
   }
   plan.split = partial_rows > 0;
   float* partials =
@@ -104,16 +120,20 @@ Plan make_plan(const AttentionArgs& args) {
   return plan;
 }
 
-DecodeTask task_at(const AttentionArgs& args, const Plan& plan, int64_t index) {
-  const SequencePlan& s = plan.find(index);
-  const int64_t local = index - s.first_task;
+// Late query tiles see the most keys under a causal mask: start with them.
+PrefillTask prefill_task_at(const AttentionArgs& args, const SequencePlan& s, int64_t local) {
+  const int64_t tile = s.query_tiles - 1 - local / args.num_kv_heads;
+  return {s.seq, local % args.num_kv_heads, tile * s.query_tile,
+          min_of((tile + 1) * s.query_tile, args.query_length(s.seq))};
+}
+
+DecodeTask decode_task_at(const AttentionArgs& args, const Plan& plan, const SequencePlan& s, int64_t local) {
   const int64_t group = local % plan.head_groups, split = local / plan.head_groups % s.splits;
-  // Late query tiles see the most keys under a causal mask: start with them.
   const int64_t tile = s.query_tiles - 1 - local / plan.head_groups / s.splits;
   DecodeTask task;
   task.seq = s.seq;
-  task.query_begin = tile * kQueryTile;
-  task.query_end = min_of(task.query_begin + kQueryTile, args.query_length(s.seq));
+  task.query_begin = tile * s.query_tile;
+  task.query_end = min_of(task.query_begin + s.query_tile, args.query_length(s.seq));
   task.key_begin = s.key_begin + split * s.chunk;
   task.key_end = task.key_begin + s.chunk;
   task.head_begin = group * args.num_kv_heads / plan.head_groups;
@@ -151,8 +171,15 @@ void merge_splits(const AttentionArgs& args, const Plan& plan) {
 
 void run_attention(const AttentionArgs& args) {
   const Plan plan = make_plan(args);
-  const auto decode = kernels().decode;
-  parallel_tasks(plan.num_tasks, plan.bytes, [&](int64_t i) { decode(args, task_at(args, plan, i)); });
+  const Kernels& table = kernels();
+  parallel_tasks(plan.num_tasks, plan.bytes, [&](int64_t i) {
+    const SequencePlan& s = plan.find(i);
+    if (s.prefill) {
+      table.prefill(args, prefill_task_at(args, s, i - s.first_task));
+    } else {
+      table.decode(args, decode_task_at(args, plan, s, i - s.first_task));
+    }
+  });
   if (plan.split) merge_splits(args, plan);
 }
 

@@ -19,6 +19,10 @@
 //   kHasDotBF16, dot_bf16(acc, a, b) acc + pairwise products of 2 * kLanes bfloat16 (PairBits); only where kHasDotBF16
 //   load_bits(const BFloat16*)       2 * kLanes bfloat16 as they are; load_bits_first(p, n)
 //   pack_bf16(lo, hi)                2 * kLanes floats, rounded, in natural order, as PairBits
+//   zip_bits(x, y, low, high)        pairs (x[i], y[i]) of 2 * kLanes bfloat16 each, in an order that store_zipped
+//   undoes store_zipped(float*, low, high)  writes 2 * kLanes floats that were accumulated over such pairs in natural
+//   order store_rounded(BFloat16*, v)      kLanes bfloat16 rounded like pack_bf16; broadcast_two(p): p[0], p[1]
+//   everywhere
 #pragma once
 
 #include "types.h"
@@ -36,11 +40,19 @@ namespace pagedkv::PAGEDKV_ISA {
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
 
-// tanh by exp2; absolute error about 1e-7.
+// Relative error about 2e-7: a polynomial near 0, where (e - 1) / (e + 1) would lose digits (coefficients: Cephes
+// tanhf).
 PAGEDKV_INLINE Vec tanh(Vec x) {
   const Vec limited = max(broadcast(-10.0f), min(broadcast(10.0f), x));
   const Vec e = exp2(limited * broadcast(2.0f * kLog2E));
-  return (e - broadcast(1.0f)) / (e + broadcast(1.0f));
+  const Vec square = limited * limited;
+  Vec p = broadcast(-5.70498872745e-3f);
+  p = fma(p, square, broadcast(2.06390887954e-2f));
+  p = fma(p, square, broadcast(-5.37397155531e-2f));
+  p = fma(p, square, broadcast(1.33314422036e-1f));
+  p = fma(p, square, broadcast(-3.33332819422e-1f));
+  const Vec small = fma(p * square, limited, limited);
+  return select(less(square, broadcast(0.390625f)), small, (e - broadcast(1.0f)) / (e + broadcast(1.0f)));
 }
 
 }  // namespace pagedkv::PAGEDKV_ISA

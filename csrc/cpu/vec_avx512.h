@@ -162,6 +162,25 @@ PAGEDKV_INLINE PairBits load_bits_first(const BFloat16* p, int64_t n) {
   return reinterpret_cast<PairBits>(_mm512_maskz_loadu_epi16(first_halves(n), p));
 }
 PAGEDKV_INLINE PairBits pack_bf16(Vec lo, Vec hi) { return _mm512_cvtne2ps_pbh(hi, lo); }
+PAGEDKV_INLINE void zip_bits(PairBits x, PairBits y, PairBits& low, PairBits& high) {
+  const __m512i a = reinterpret_cast<__m512i>(x), b = reinterpret_cast<__m512i>(y);
+  low = reinterpret_cast<PairBits>(_mm512_unpacklo_epi16(a, b));
+  high = reinterpret_cast<PairBits>(_mm512_unpackhi_epi16(a, b));
+}
+PAGEDKV_INLINE void store_zipped(float* p, Vec low, Vec high) {
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  store(p, _mm512_permutex2var_ps(low, first, high));
+  store(p + kLanes, _mm512_permutex2var_ps(low, second, high));
+}
+PAGEDKV_INLINE void store_rounded(BFloat16* p, Vec v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)));
+}
+PAGEDKV_INLINE PairBits broadcast_two(const BFloat16* p) {
+  int32_t word;
+  __builtin_memcpy(&word, p, sizeof(word));
+  return reinterpret_cast<PairBits>(_mm512_set1_epi32(word));
+}
 #else
 constexpr bool kHasDotBF16 = false;
 using PairBits = __m512i;
@@ -169,6 +188,10 @@ PAGEDKV_INLINE Vec dot_bf16(Vec acc, PairBits, PairBits) { return acc; }
 PAGEDKV_INLINE PairBits load_bits(const BFloat16*) { return PairBits{}; }
 PAGEDKV_INLINE PairBits load_bits_first(const BFloat16*, int64_t) { return PairBits{}; }
 PAGEDKV_INLINE PairBits pack_bf16(Vec, Vec) { return PairBits{}; }
+PAGEDKV_INLINE void zip_bits(PairBits, PairBits, PairBits&, PairBits&) {}
+PAGEDKV_INLINE void store_zipped(float*, Vec, Vec) {}
+PAGEDKV_INLINE void store_rounded(BFloat16*, Vec) {}
+PAGEDKV_INLINE PairBits broadcast_two(const BFloat16*) { return PairBits{}; }
 #endif
 
 }  // namespace pagedkv::PAGEDKV_ISA

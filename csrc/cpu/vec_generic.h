@@ -163,5 +163,9 @@ PAGEDKV_INLINE Vec dot_bf16(Vec acc, PairBits, PairBits) { return acc; }
 PAGEDKV_INLINE PairBits load_bits(const BFloat16*) { return PairBits{}; }
 PAGEDKV_INLINE PairBits load_bits_first(const BFloat16*, int64_t) { return PairBits{}; }
 PAGEDKV_INLINE PairBits pack_bf16(Vec, Vec) { return PairBits{}; }
+PAGEDKV_INLINE void zip_bits(PairBits, PairBits, PairBits&, PairBits&) {}
+PAGEDKV_INLINE void store_zipped(float*, Vec, Vec) {}
+PAGEDKV_INLINE void store_rounded(BFloat16*, Vec) {}
+PAGEDKV_INLINE PairBits broadcast_two(const BFloat16*) { return PairBits{}; }
 
 }  // namespace pagedkv::PAGEDKV_ISA

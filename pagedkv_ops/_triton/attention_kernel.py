@@ -108,7 +108,7 @@ def attention_kernel(
     BLOCK_DV: tl.constexpr,
 ):
     # a wide float32 query does not fit in registers beside the rest: its rows are read from shared memory per tile
-    RELOAD: tl.constexpr = COMPUTE == tl.float32 and BLOCK_D >= 256
+    RELOAD: tl.constexpr = COMPUTE.primitive_bitwidth == 32 and BLOCK_D >= 256
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     # the last tiles of a causal prompt see the most keys: start them first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -90,8 +90,7 @@ def copy_blocks(caches: Sequence[Tensor], block_mapping: Tensor) -> None:
     block_mapping = block_mapping.contiguous()
     groups: dict[object, list[Tensor]] = defaultdict(list)
     for cache in _of_three_dimensions(caches):
-        alignment = cache.data_ptr() % 16  # a compiled kernel knows which of its pointers are multiples of 16
-        groups[cache.dtype, cache.stride(0), _block_layout(cache), alignment].append(cache)
+        groups[cache.dtype, cache.stride(0), _block_layout(cache)].append(cache)
     batches = [group[i : i + _POINTERS] for group in groups.values() for i in range(0, len(group), _POINTERS)]
     staged = [
         batch[0].new_empty(len(batch), block_mapping.size(0), batch[0].numel() // batch[0].size(0)) for batch in batches

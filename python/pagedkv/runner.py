@@ -156,8 +156,6 @@ class Runner:
             tensors = table.tensors
             groups.append((tensors["slot_mapping"][:size], tensors["block_table"][:size], tensors["seq_lens"][:size]))
         ids, positions = self._device_tokens[0, None, :size], self._device_tokens[1, None, :size]
-        for tensor in (ids, positions, *(tensor for group in groups for tensor in group)):
-            torch._dynamo.mark_static_address(tensor)
         return groups, ids, positions
 
     def _make_masks(self) -> Any:
@@ -212,7 +210,11 @@ class Runner:
         return results
 
     def _compile(self, progress: bool) -> None:
-        """One graph per bucket. On CPU the weights are frozen into it, which packs them for the matrix products."""
+        """One graph per bucket. On CPU the weights are frozen into it, which packs them for the matrix products.
+
+        Freezing takes every tensor that is marked as a static address for a constant, but for those that the graph
+        writes (the blocks): the buffers of `_views` must not be marked.
+        """
         self._compiled = torch.compile(self._call, fullgraph=True, dynamic=False)
         freeze = self.device.type == "cpu"
         for size in track(self.buckets, "compiling decode", progress):

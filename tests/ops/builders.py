@@ -141,8 +141,17 @@ class Case:
     def args(self) -> tuple[Any, ...]:
         return (self.query, self.key_cache, self.value_cache, self.block_table, self.seq_lens, self.cu_seqlens_q)
 
-    def dense(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-        """out [T, Hq, Dv] and lse [T, Hq] by dense attention in ``dtype``; padding rows are 0 and -inf."""
+    def rounded(self) -> list[tuple[Tensor, Tensor]]:
+        """:meth:`dense` in the query's type, with q.k summed in several orders."""
+        head_size = self.query.size(2)
+        orders = [torch.randperm(head_size, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+        return [self.dense(self.query.dtype, order) for order in orders]
+
+    def dense(self, dtype: torch.dtype = torch.float64, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """out [T, Hq, Dv] and lse [T, Hq] by dense attention in ``dtype``; padding rows are 0 and -inf.
+
+        ``order``: a permutation of the head dimension, which changes nothing but rounding.
+        """
         num_tokens, num_heads, _ = self.query.shape
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         out = torch.zeros(num_tokens, num_heads, self.value_cache.size(3), dtype=dtype)
@@ -151,7 +160,10 @@ class Case:
         start = 0
         for query_len, key, value in zip(self.spec.query_lens, self.keys, self.values, strict=True):
             rows = slice(start, start + query_len)
-            out[rows], lse[rows] = dense_attention(self.query[rows], key, value, dtype=dtype, **options)
+            query = self.query[rows]
+            if order is not None:
+                query, key = query[..., order], key[..., order]
+            out[rows], lse[rows] = dense_attention(query, key, value, dtype=dtype, **options)
             start += query_len
         return out, lse
 
@@ -255,13 +267,13 @@ def make_case(spec: Spec | None = None, **changes: Any) -> Case:
 def assert_attention(case: Case, *implementations: Callable[..., Any]) -> None:
     """Each implementation of paged_attention_with_lse equals dense attention, within the query type's rounding."""
     exact, exact_lse = case.dense()
-    rounded, rounded_lse = case.dense(case.query.dtype)
+    rounded, rounded_lse = zip(*case.rounded(), strict=True)
     for implementation in implementations:
         out, lse = implementation(*case.args, **case.options)
         assert out.is_contiguous()
         assert lse.is_contiguous()
-        assert_within_rounding(out, exact, rounded)
-        assert_within_rounding(lse, exact_lse, rounded_lse)
+        assert_within_rounding(out, exact, *rounded)
+        assert_within_rounding(lse, exact_lse, *rounded_lse)
 
 
 def mean_probe(

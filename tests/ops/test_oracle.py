@@ -73,7 +73,9 @@ def test_sink_equals_a_key_whose_value_is_zero():
 def test_tolerance_is_twice_the_error_but_never_below_rounding():
     exact = torch.tensor([1.0, -4.0], dtype=torch.float64)
     assert tolerance(exact, torch.tensor([1.25, -4.0])) == 0.5
-    assert tolerance(exact, torch.tensor([1.0, -4.0])) == 4 * torch.finfo(torch.float32).eps
+    assert tolerance(exact, torch.tensor([1.25, -4.0]), torch.tensor([1.5, -4.0])) == 1.0
+    assert tolerance(exact, torch.tensor([1.0, -4.0])) == 4 * 2 * torch.finfo(torch.float32).eps
+    assert tolerance(exact, torch.tensor([1.0, -4.0]).bfloat16()) == 4 * (2**-7 + 2**-23)
     assert tolerance(torch.tensor([-math.inf], dtype=torch.float64), torch.tensor([-math.inf])) == 0
 
 

@@ -6,6 +6,8 @@ tensors a launcher that read a length on the host would raise.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -189,3 +191,28 @@ def test_a_step_compiles_on_fake_cuda_tensors(step: Callable[..., Tensor], backe
         out = torch.compile(step, fullgraph=True, backend=backend)(hidden, pools, index)
     assert out.device == torch.device("cuda:0")
     assert out.shape == (T, HQ, D)
+
+
+@pytest.mark.parametrize(
+    ("value", "capturing", "checks"), [("1", False, True), ("1", True, False), ("0", False, False)]
+)
+def test_checks_are_off_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch, value: str, capturing: bool, checks: bool
+) -> None:
+    monkeypatch.setenv("PAGEDKV_CHECK", value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    key_cache, value_cache = torch.zeros(2, N, S, HKV, D)
+    new = torch.zeros(2, HKV, D)
+    with recording() as recorded:
+        if checks:
+            with pytest.raises(RuntimeError, match=r"slot_mapping\[1\] must be below"):
+                _triton.write_kv(new, new, key_cache, value_cache, torch.tensor([0, N * S]))
+        else:
+            _triton.write_kv(new, new, key_cache, value_cache, torch.tensor([0, N * S]))
+    assert len(recorded) == (0 if checks else 1)
+
+
+def test_importing_the_package_does_not_import_triton() -> None:
+    code = "import sys, pagedkv_ops; pagedkv_ops.backends(); sys.exit('triton' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -54,12 +54,17 @@ def paged_attention(
         [B, L, Hq, Dv], and the weights where the model's own attention gives them.
     """
     layer: Any = getattr(key, TAG, None)
-    mask: MaskTag | None = getattr(attention_mask, TAG, None)
+    mask = _mask_tag(attention_mask)
     untouched = layer is not None and mask is not None and getattr(value, TAG, None) is layer
     if untouched and is_causal is not False and not dropout and _is_plain(kwargs):
         if layer.mode == UNDECIDED:
             layer.mode = PAGED
         window = mask.window  # type: ignore[union-attr]
+        if window != layer.sliding_window:
+            # such a model sees what its own cache happens to keep
+            raise NotImplementedError(
+                f"pagedkv: a mask of window {window} over a cache of window {layer.sliding_window}"
+            )
         return _paged(layer, query, scaling, softcap, s_aux, -1 if window is None else window - 1), None
     if layer is not None and layer.mode == PAGED:
         raise NotImplementedError(
@@ -70,6 +75,14 @@ def paged_attention(
     kwargs.update({name: value for name, value in optional.items() if value is not None})
     dense_mask = attention_mask if mask is None else mask.build()
     return _dense(module, query, key, value, dense_mask, dropout=dropout, **kwargs)
+
+
+def _mask_tag(mask: Tensor | None) -> MaskTag | None:
+    """The tag of a marker, also of one that was sliced to the last queries or to the keys, which leaves it as it is."""
+    tag: MaskTag | None = getattr(mask, TAG, None)
+    if tag is None and mask is not None and mask.shape == (1, 1, 1, 1) and mask._base is not None:
+        tag = getattr(mask._base, TAG, None)
+    return tag
 
 
 def _paged(

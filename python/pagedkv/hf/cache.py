@@ -119,6 +119,9 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         active.state = self.state
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if isinstance(layer, PagedLayer):
+            return layer.get_mask_sizes(query_length)
         return self.state.seen + query_length, 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

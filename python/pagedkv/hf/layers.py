@@ -37,6 +37,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.record_past = False
         self.state: PagedState
         self.group = self.row = 0
+        self.spec: LayerSpec | None = None  # known beforehand in a patched model: a compiled forward can not allocate
         self.step: Step | None = None
         self.key_cache: Tensor
         self.value_cache: Tensor
@@ -46,24 +47,21 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.mode == PAGED
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._attach(key_states, value_states)
+        dtype = self.state.pool.kv_dtype or key_states.dtype
+        heads, head_size, v_head_size = key_states.shape[1], key_states.shape[3], value_states.shape[3]
+        self.spec = LayerSpec(heads, head_size, v_head_size, dtype, key_states.device)
+        self.attach()
 
-    def _attach(self, key_states: Tensor, value_states: Tensor) -> None:
-        pool = self.state.pool
-        spec = LayerSpec(
-            key_states.shape[1],
-            key_states.shape[3],
-            value_states.shape[3],
-            pool.kv_dtype or key_states.dtype,
-            key_states.device,
-        )
-        self.key_cache, self.value_cache = pool.store(self.row, spec)
-        self.step = self.state.step(self.group, key_states.device)
+    def attach(self) -> None:
+        """Take the pool's tensors for what :attr:`spec` says; again after the cache was cleared."""
+        assert self.spec is not None
+        self.key_cache, self.value_cache = self.state.pool.store(self.row, self.spec)
+        self.step = self.state.step(self.group, torch.device(self.spec.device))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [B, Hkv, L, D] keys and [B, Hkv, L, Dv] values; what the attention of this layer shall read."""
-        if self.done or self.state.query_length != key_states.shape[2]:
+        if self.done or self.state.forward_length != key_states.shape[2]:
             if torch.compiler.is_compiling():
                 raise RuntimeError(
                     "PagedCache: a compiled forward must be planned before it runs: call the model through generate(), "
@@ -72,7 +70,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             # the model neither asked for a mask nor came through a patched forward: it masks by columns itself
             self.state.plan(None, key_states.shape[0], key_states.shape[2], dense=True)
         if self.step is None:
-            self._attach(key_states, value_states)
+            PagedLayer.lazy_initialization(self, key_states, value_states)
         step = self.step
         assert step is not None
         self.done = True
@@ -93,7 +91,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return key_states, value_states
 
     def _gather(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Dense [B, Hkv, columns, D] keys and values of all columns; zero in padding."""
+        """Dense [B, Hkv, columns, D] keys and values, zero in padding; of all columns, or as many as a sliding layer of
+        the library returns."""
         state, step = self.state, self.step
         if state.columns == 0:
             return key_states, value_states
@@ -106,14 +105,20 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             tokens = pagedkv_ops.gather_kv(cache, table, lengths, max_len).to(new.dtype)  # [B, max_len, Hkv, D]
             if columns is not None:
                 tokens = tokens.gather(1, columns[:, :, None, None].expand(-1, -1, *tokens.shape[2:]))
-            dense.append(tokens.transpose(1, 2))
+            if self.mode == GATHERED and self.sliding_window is not None:
+                tokens = tokens[:, -(self.sliding_window - 1 + new.shape[2]) :]
+            dense.append(tokens.transpose(1, 2).contiguous())
         return dense[0], dense[1]
 
     def get_seq_length(self) -> int:
         return self.state.columns + (self.state.query_length if self.done else 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.state.seen + query_length, 0
+        seen = self.state.seen
+        kept = seen
+        if self.mode == GATHERED and self.sliding_window is not None:
+            kept = min(seen, self.sliding_window - 1)
+        return kept + query_length, seen - kept
 
     def get_max_length(self) -> int:
         return -1

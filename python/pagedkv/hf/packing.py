@@ -49,6 +49,29 @@ class Packing:
             self.seq_lens = np.concatenate([rows.lengths, self._positions.reshape(-1)[padding] + 1])
             query_lengths = np.concatenate([counts, np.ones(len(padding), np.int64)])
         self.cu_seqlens_q = np.concatenate([[0], np.cumsum(query_lengths)])
+        self.tokens: Ints | None = None
+        self._valid = valid
+
+    @property
+    def can_pack(self) -> bool:
+        """Some tokens need not be computed, and every row ends with a real one."""
+        return bool(self._valid[:, -1].all()) and not (self._valid.all() and self.rows.is_split)
+
+    def pack(self) -> tuple[Ints, Ints]:
+        """Leave out padding and the tokens of followers.
+
+        Returns:
+            tokens: [T] which of the B*L columns are computed; last: [B] which of those tokens is each row's last.
+        """
+        leaders, rank = np.unique(self.rows.leaders, return_inverse=True)
+        counts = self._valid.sum(1)[leaders]
+        computed = np.zeros_like(self._valid)
+        computed[leaders] = self._valid[leaders]
+        self.tokens = np.flatnonzero(computed)
+        self.order = None
+        self.sequence_rows, self.seq_lens = leaders, self.rows.lengths[leaders]
+        self.cu_seqlens_q = np.concatenate([[0], np.cumsum(counts)])
+        return self.tokens, self.cu_seqlens_q[1:][rank] - 1
 
     def fill(self, step: Step, group: int, device: torch.device) -> None:
         """Set the step's tensors for one group of layers."""
@@ -63,7 +86,8 @@ class Packing:
         def send(array: NDArray[np.integer]) -> Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
-        step.slot_mapping = send(np.where(self._write, slots, -1).reshape(-1))
+        slots = np.where(self._write, slots, -1).reshape(-1)
+        step.slot_mapping = send(slots if self.tokens is None else slots[self.tokens])
         step.block_table = send(table[self.sequence_rows])
         step.seq_lens = send(self.seq_lens.astype(np.int32))
         step.cu_seqlens_q = send(self.cu_seqlens_q.astype(np.int32))

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import inspect
 import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from . import masks, prefix, support
+from ..cache import LayerSpec
+from . import masks, prefill, prefix, support
 from .cache import PagedCache, layer_windows
+from .layers import GATHERED
 from .pool import Pool
 from .sizing import blocks_for
 
@@ -32,6 +34,11 @@ def cache_argument(model: PreTrainedModel) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
+def placement(model: PreTrainedModel) -> Any:
+    """Where the weights are and of which types: what a layer's keys and values follow."""
+    return {(parameter.device, parameter.dtype) for parameter in model.parameters()}
+
+
 class Patch:
     """What a patched model carries: the pool, the layers' modes, and the switch of its attention."""
 
@@ -42,7 +49,8 @@ class Patch:
         self.original_class = type(model)
         self.implementations = [config._attn_implementation for config in self.configs]
         self.switches = support.uses_interface(model, self.configs)
-        self.layer_modes: list[str] = []
+        self.layers: list[tuple[str, LayerSpec | None]] = []  # mode, and shapes, as the first run found them
+        self.placement: Any = None
         self.pool: Pool
         self.compiled: Any = None
         self.prefix = prefix.PrefixKeys()
@@ -63,8 +71,13 @@ class Patch:
 
     def new_cache(self, model: PreTrainedModel) -> PagedCache:
         cache = PagedCache(model.config, pool=self.pool)
-        for layer, mode in zip(cache.state.layers, self.layer_modes or [], strict=False):
-            layer.mode = mode
+        if not self.switches:
+            for layer in cache.state.layers:
+                layer.mode = GATHERED
+        if self.layers:
+            same_placement = self.placement == placement(model)
+            for layer, (mode, spec) in zip(cache.state.layers, self.layers, strict=True):
+                layer.mode, layer.spec = mode, spec if same_placement else None
         return cache
 
     @contextmanager
@@ -113,6 +126,8 @@ class _PatchedMethods:
             _plan(self, patch, cache, kwargs)
             if patch.compiled is not None and cache.state.query_length == 1 and cache.is_compileable:
                 call = patch.compiled
+            elif cache.state.query_length > 1 and prefill.can_pack(cache, patch.cache_name, kwargs):
+                return prefill.call_packed(call, cache, kwargs)
             return call(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +155,7 @@ class _PatchedMethods:
         wants_weights = generation_config.output_attentions
         if given is not None or type(native) is not DynamicCache or native.offloading or wants_weights:
             return result
-        cache = model_kwargs[patch.cache_name] = patch.new_cache(self)  # type: ignore[arg-type]
+        cache = model_kwargs[patch.cache_name] = patch.new_cache(self)
         patch.created.append(cache)
         cache.state.copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if any(getattr(layer, "record_past", False) for layer in native.layers):
@@ -157,7 +172,7 @@ class _PatchedMethods:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the unpatched model."""
         state = {name: value for name, value in self.__dict__.items() if name != _ATTRIBUTE}
-        return copyreg.__newobj__, (self.__dict__[_ATTRIBUTE].original_class,), state  # type: ignore[attr-defined]
+        return _new, (self.__dict__[_ATTRIBUTE].original_class,), state
 
 
 def _plan(model: Any, patch: Patch, cache: PagedCache, kwargs: dict[str, Any]) -> None:
@@ -171,17 +186,26 @@ def _plan(model: Any, patch: Patch, cache: PagedCache, kwargs: dict[str, Any]) -
     if kwargs.get("input_ids") is not None and (state.token_ids is None or state.seen == 0):
         state.token_ids = inputs
     mask = kwargs.get("attention_mask")
-    if isinstance(mask, dict) or (mask is not None and mask.dim() != 2):
-        # a dense mask of the caller's: columns are kept as they are, and attention follows the mask
+    if not patch.switches or isinstance(mask, dict) or (mask is not None and mask.dim() != 2):
+        # attention follows a dense mask that others make: columns are kept as they are, padding included
         state.plan(None, inputs.shape[0], inputs.shape[1], dense=True)
     else:
         state.plan(mask, inputs.shape[0], inputs.shape[1])
 
 
+def _new(original: Any) -> Any:
+    return original.__new__(original)
+
+
 @functools.cache
 def _patched_class(original: Any) -> type:
-    name_space = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    return type(original.__name__, (_PatchedMethods, original), name_space)
+    names: dict[str, Any] = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    for name, method in vars(_PatchedMethods).items():
+        if isinstance(method, FunctionType) and hasattr(original, name) and not name.startswith("__"):
+            # generate() looks at the signatures of methods
+            names[name] = FunctionType(method.__code__, method.__globals__, name, None, method.__closure__)
+            names[name].__signature__ = inspect.signature(getattr(original, name))
+    return type(original.__name__, (_PatchedMethods, original), names)
 
 
 def _target(model: Any) -> PreTrainedModel:
@@ -202,7 +226,7 @@ def patch(
     memory: int | float | None = None,
     kv_dtype: torch.dtype | None = None,
     prefix_caching: bool = False,
-    compile: bool = False,
+    compile: bool | dict[str, Any] = False,
 ) -> Model:
     """Let ``model.generate`` keep its KV cache in blocks; the tokens stay those of the unpatched model.
 
@@ -217,7 +241,7 @@ def patch(
             half of it, which is reserved and touched only as blocks are used; at most 65,536 blocks.
         kv_dtype: float type of the stored keys and values; None: the type the model computes them in.
         prefix_caching: prompts that begin like an earlier one reuse its blocks (:func:`clear_prefix_cache`).
-        compile: run decode steps through ``torch.compile``.
+        compile: run decode steps through ``torch.compile``, with these options if it is a dict.
 
     Returns:
         The same model.
@@ -253,30 +277,42 @@ def patch(
         unpatch(model)
         raise
     if compile:
-        handle.compiled = torch.compile(functools.partial(handle.original_class.__call__, target))
+        step = functools.partial(handle.original_class.__call__, target)
+        handle.compiled = torch.compile(step, **(compile if isinstance(compile, dict) else {}))
     return model
 
 
 def _probe(model: PreTrainedModel, handle: Patch) -> None:
     """Run both ways, compare, and learn each layer's mode."""
-    handle.set_pool(model, _PROBE_BLOCKS, prefix_caching=False)
     inputs = support.probe_inputs(model)
+    handle.set_pool(model, _PROBE_BLOCKS, prefix_caching=False)
     with support.evaluation(model):
         try:
-            native = handle.original_class.generate(
-                model, **inputs, **{handle.cache_name: DynamicCache(config=model.config)}
-            )
+            own_cache = {handle.cache_name: DynamicCache(config=model.config)}
+            native = handle.original_class.generate(model, **inputs, **own_cache)
         except Exception as error:
-            raise support.refuse(
-                model, f"it does not generate from token ids alone ({type(error).__name__}: {error})"
-            ) from error
-        cache = handle.new_cache(model)
+            reason = f"it does not generate from token ids alone ({type(error).__name__}: {error})"
+            raise support.refuse(model, reason) from error
         try:
-            paged = model.generate(**inputs, **{handle.cache_name: cache})
-        except Exception as error:
-            raise support.refuse(model, f"{type(error).__name__}: {error}") from error
+            _probe_paged(model, handle, inputs, native)
+        except Exception:
+            if not handle.switches:
+                raise
+            # it does something to its masks or keys that the attention function can not see: leave its attention alone
+            handle.switches = False
+            handle.set_pool(model, _PROBE_BLOCKS, prefix_caching=False)
+            _probe_paged(model, handle, inputs, native)
+
+
+def _probe_paged(model: PreTrainedModel, handle: Patch, inputs: dict[str, Any], native: Any) -> None:
+    cache = handle.new_cache(model)
+    try:
+        paged = model.generate(**inputs, **{handle.cache_name: cache})
+    except Exception as error:
+        raise support.refuse(model, f"{type(error).__name__}: {error}") from error
     support.compare(model, native, paged, cache)
-    handle.layer_modes = [layer.mode for layer in cache.state.layers]
+    handle.layers = [(layer.mode, layer.spec) for layer in cache.state.layers]
+    handle.placement = placement(model)
     cache.reset()
 
 
@@ -324,3 +360,13 @@ def clear_prefix_cache(model: Any) -> None:
     """Forget the prefixes of a patched model. Needed after changes that do not show in its parameters."""
     pool(model)
     _target(model).__dict__[_ATTRIBUTE].prefix.clear()
+
+
+def layer_modes(model: Any) -> list[str]:
+    """Per layer of a patched model: paged, gathered, or the library's own layer class.
+
+    Raises:
+        ValueError: the model is not patched.
+    """
+    pool(model)
+    return support.modes(_target(model).__dict__[_ATTRIBUTE].new_cache(_target(model)))

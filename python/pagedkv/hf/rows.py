@@ -170,6 +170,9 @@ class Rows:
             self.pool.manager.truncate(self.seqs[row], length)
         self._known[row] = min(int(self._known[row]), length)
         del self._unsent[row][max(0, length - int(self._known[row])) :]
+        for blocks in self.blocks:
+            blocks[row] = blocks[row][: -(-length // self.block_size)]
+        self.changed.add(row)
         self.lengths[row] = length
         self._open[row] = False
 

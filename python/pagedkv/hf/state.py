@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .packing import Packing
 from .pool import Pool
-from .rows import Rows
+from .rows import Ints, Rows
 
 Bools = NDArray[np.bool_]
 
@@ -34,7 +34,6 @@ class Step:
     order: Tensor | None = None
     inverse: Tensor | None = None
     dense = False
-    batch = 0
     query_length = 0
 
 
@@ -42,7 +41,8 @@ class PagedState:
     """Columns are what transformers counts: padding included. Rows hold the real tokens only.
 
     Attributes:
-        columns: columns before the planned forward. query_length: its columns.
+        columns: columns before the planned forward. query_length: its columns. forward_length: length of its inputs,
+            another one where they are packed.
         extra_keys: what a cached prefix depends on besides its tokens.
         token_ids: [B, any], ends with the ids of the planned forward's columns, where a caller knows them.
         copies: rows that come in groups of this many equal ones (beams, returned sequences).
@@ -54,6 +54,7 @@ class PagedState:
         self.rows: Rows | None = None
         self.columns = 0
         self.query_length = 0
+        self.forward_length = 0
         self.copies = 1
         self.token_ids: Tensor | None = None
         self.seqs: list[int] = []  # of the rows; outlives them for the finalizer
@@ -115,15 +116,32 @@ class PagedState:
         self.pool.apply_moves()
         self._valid.append(valid)
         self._batch, self.query_length, self._dense = batch, query_length, dense
-        for layer in self.layers:
-            layer.done = False
+        self.forward_length = query_length
         self._packing = None
         if query_length > 1 or not valid.all():
             self._packing = Packing(rows, valid, starts, held)
         for (group, device), step in self._steps.items():
             self._fill_step(step, group, device)
+        for layer in self.layers:
+            layer.done = False
+            if layer.step is None and layer.spec is not None:
+                layer.attach()
         if self._packing is None:
             rows.changed.clear()
+
+    @property
+    def can_pack(self) -> bool:
+        """See :meth:`Packing.can_pack`."""
+        return self._packing is not None and self._packing.can_pack
+
+    def pack(self) -> tuple[Ints, Ints]:
+        """Let the planned forward compute the real tokens of distinct rows, as one row: see :meth:`Packing.pack`."""
+        assert self._packing is not None
+        tokens, last = self._packing.pack()
+        self._batch, self.forward_length = 1, len(tokens)
+        for (group, device), step in self._steps.items():
+            self._fill_step(step, group, device)
+        return tokens, last
 
     def _advance(self) -> None:
         self.columns += self.query_length
@@ -241,7 +259,7 @@ class PagedState:
             step.dense = dense
 
     def _fill_step(self, step: Step, group: int, device: torch.device) -> None:
-        step.dense, step.batch, step.query_length = self._dense, self._batch, self.query_length
+        step.dense, step.query_length = self._dense, self.forward_length
         if self._packing is not None:
             self._packing.fill(step, group, device)
             return

@@ -1,0 +1,279 @@
+// Attention of many query tokens over paged keys and values. The rows of a task are its query tokens times the heads
+// that share its KV head. Pages are packed once per task, a tile of keys at a time; strips of rows then take the tile
+// from scores over softmax to output while the scores are in the first-level cache.
+//
+// A row's result does not depend, bit for bit, on the rows and tasks around it: tiles of keys start at multiples of
+// kKeyTile in the sequence, and keys that a row does not see add exact zeros.
+#pragma once
+
+#include "attention_args.h"
+#include "prefill_pack.h"
+#include "prefill_softmax.h"
+
+namespace pagedkv::PAGEDKV_ISA {
+
+// Measured at D 64 .. 576 in float32 and bfloat16: halving the key tile costs 4%, because each tile rescales the
+// output; halving the rows of a task 2%, because each packs its keys. The scores of a strip are 48 KB.
+constexpr int64_t kKeyTile = 256;
+constexpr int64_t kTaskRows = 768;
+constexpr int64_t kStripRows = 8 * kTileRows;
+constexpr int64_t kScoreStride = kKeyTile + kLanes;  // a power of two would put all rows into the same cache sets
+
+template <class Units>
+class Prefill {
+ public:
+  Prefill(const AttentionArgs& args, const PrefillTask& task) : args_(args), task_(task) {
+    carve_scratch(thread_scratch(carve_scratch(nullptr)));
+    __builtin_memset(zeros_, 0, zeros_size());
+  }
+
+  void run() {
+    find_seen_keys();
+    load_queries();
+    const int64_t first_tile = seen_by_task_.begin / kKeyTile * kKeyTile;
+    find_rows(first_tile);
+    for (int64_t tile = first_tile; tile < seen_by_task_.end; tile += kKeyTile) {
+      pack_rows(tile);
+      find_rows(tile + kKeyTile);
+      for (int64_t row = 0; row < padded_rows_; row += kStripRows) {
+        attend(tile, row, min_of(row + kStripRows, padded_rows_));
+      }
+    }
+    for (int64_t row = 0; row < num_rows_; ++row) store_row(row);
+  }
+
+ private:
+  const AttentionArgs& args_;
+  const PrefillTask task_;
+  const int64_t group_ = args_.group_size();
+  const int64_t num_units_ = ceil_div(args_.head_size, Units::kElements);
+  const int64_t depth_ = round_up(num_units_, kLanes);
+  const int64_t out_width_ = round_up(args_.value_head_size, kLanes);
+  const int64_t num_rows_ = (task_.end - task_.begin) * group_;
+  const int64_t padded_rows_ = round_up(num_rows_, kTileRows);
+  KeyRange seen_by_task_{0, 0};
+
+  float* queries_;           // [padded_rows, depth]
+  float* keys_;              // [key tile][depth][kTileColumns]
+  float* values_;            // [column tile][units of kKeyTile][columns of the tile]
+  float* scores_;            // [kStripRows, kScoreStride]
+  float* out_;               // [padded_rows, out_width]
+  SoftmaxState softmax_;     // [padded_rows]
+  KeyRange* seen_;           // [padded_rows]
+  KeyRange* seen_by_group_;  // [padded_rows / kTileRows]
+  const char** key_rows_;    // [kKeyTile], of the tile to be packed next
+  const char** value_rows_;
+  char* zeros_;  // stands for rows that must not be read
+
+  static constexpr int64_t kTileUnits = kKeyTile / Units::kElements;
+
+  size_t zeros_size() const { return sizeof(float) * max_of(args_.head_size, args_.value_head_size); }
+  int64_t token_of(int64_t row) const { return task_.begin + row / group_; }
+  int64_t head_of(int64_t row) const { return task_.kv_head * group_ + row % group_; }
+  KeyRange in_tile(KeyRange keys, int64_t tile) const {
+    return {max_of<int64_t>(keys.begin - tile, 0), min_of(keys.end - tile, kKeyTile)};
+  }
+
+  size_t carve_scratch(char* base);
+  void find_seen_keys();
+  void load_queries();
+  void find_rows(int64_t tile);
+  void pack_rows(int64_t tile);
+  PAGEDKV_INLINE void prefetch_rows(int64_t tile, int64_t share, int64_t num_shares) const;
+  void attend(int64_t tile, int64_t first_row, int64_t last_row);
+  void softmax(int64_t tile, KeyRange columns, int64_t row, float* scores);
+  void store_row(int64_t row) const;
+};
+
+// Sets the pointers into `base` and returns the bytes needed.
+template <class Units>
+size_t Prefill<Units>::carve_scratch(char* base) {
+  size_t used = 0;
+  const auto take = [&]<class T>(T*& target, int64_t count) PAGEDKV_LAMBDA {
+    target = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(base) + used);
+    used += round_up(count * sizeof(T), 64);
+  };
+  take(queries_, padded_rows_ * depth_);
+  take(keys_, kKeyTile * depth_);
+  take(values_, kTileUnits * out_width_);
+  take(scores_, kStripRows * kScoreStride);
+  take(out_, padded_rows_ * out_width_);
+  take(softmax_.maximum, padded_rows_);
+  take(softmax_.sum, padded_rows_);
+  take(softmax_.rescale, padded_rows_);
+  take(seen_, padded_rows_);
+  take(seen_by_group_, padded_rows_ / kTileRows);
+  take(key_rows_, kKeyTile);
+  take(value_rows_, kKeyTile);
+  take(zeros_, zeros_size());
+  return used;
+}
+
+template <class Units>
+void Prefill<Units>::find_seen_keys() {
+  const int64_t seq_len = args_.seq_lens[task_.seq], query_length = args_.query_length(task_.seq);
+  const auto add = [](KeyRange& all, KeyRange keys) PAGEDKV_LAMBDA {
+    if (keys.begin >= keys.end) return;
+    all.begin = all.begin < all.end ? min_of(all.begin, keys.begin) : keys.begin;
+    all.end = max_of(all.end, keys.end);
+  };
+  for (int64_t group = 0; group < padded_rows_ / kTileRows; ++group) {
+    seen_by_group_[group] = {0, 0};
+    for (int64_t row = group * kTileRows; row < (group + 1) * kTileRows; ++row) {
+      seen_[row] = row < num_rows_ ? visible_keys(args_, seq_len, query_length, token_of(row)) : KeyRange{0, 0};
+      add(seen_by_group_[group], seen_[row]);
+    }
+    add(seen_by_task_, seen_by_group_[group]);
+  }
+}
+
+// Queries as units, zero in the rows of the padding; the sink is the first logit of its row.
+template <class Units>
+void Prefill<Units>::load_queries() {
+  __builtin_memset(out_, 0, padded_rows_ * out_width_ * sizeof(float));
+  __builtin_memset(queries_ + num_rows_ * depth_, 0, (padded_rows_ - num_rows_) * depth_ * sizeof(float));
+  const int64_t first_token = args_.query_start(task_.seq);
+  for (int64_t row = 0; row < padded_rows_; ++row) {
+    const float sink = args_.sinks && row < num_rows_ ? args_.sinks[head_of(row)] : kMinusInfinity;
+    softmax_.maximum[row] = sink * kLog2E;
+    softmax_.sum[row] = sink == kMinusInfinity ? 0 : 1;
+  }
+  Units::with_source(args_.query_dtype, [&]<class T>() PAGEDKV_LAMBDA {
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      const T* query = reinterpret_cast<const T*>(args_.query) +
+                       (first_token + token_of(row)) * args_.query_token_stride +
+                       head_of(row) * args_.query_head_stride;
+      float* target = queries_ + row * depth_;
+      for (int64_t unit = 0; unit < depth_; unit += kLanes) {
+        store(target + unit, load_units<Units>(query, unit, args_.head_size));
+      }
+    }
+  });
+}
+
+// Addresses of the tile's rows; a row that nothing in the task sees is not looked up.
+template <class Units>
+void Prefill<Units>::find_rows(int64_t tile) {
+  const KeyRange seen = in_tile(seen_by_task_, tile);
+  const int64_t bytes = element_size(args_.cache_dtype);
+  for (int64_t key = 0; key < kKeyTile; ++key) key_rows_[key] = value_rows_[key] = zeros_;
+  for (int64_t key = seen.begin; key < seen.end;) {
+    const int64_t column = (tile + key) / args_.block_size, offset = (tile + key) % args_.block_size;
+    const int64_t block = args_.block_id(task_.seq, column);
+    const int64_t end = min_of(seen.end, key + args_.block_size - offset);
+    const auto address = [&](const CacheView& cache) PAGEDKV_LAMBDA {
+      return cache.data +
+             bytes * (block * cache.block_stride + offset * cache.token_stride + task_.kv_head * cache.head_stride);
+    };
+    const char *key_row = address(args_.key), *value_row = address(args_.value);
+    for (; key < end; ++key) {
+      key_rows_[key] = key_row;
+      value_rows_[key] = value_row;
+      key_row += bytes * args_.key.token_stride;
+      value_row += bytes * args_.value.token_stride;
+    }
+  }
+}
+
+template <class Units>
+void Prefill<Units>::pack_rows(int64_t tile) {
+  const KeyRange seen = in_tile(seen_by_task_, tile);
+  const int64_t first = seen.begin / (2 * kLanes) * (2 * kLanes), last = round_up(seen.end, 2 * kLanes);
+  Units::with_source(args_.cache_dtype, [&]<class T>() PAGEDKV_LAMBDA {
+    pack_keys<Units, T>(key_rows_, first, last, args_.head_size, depth_, keys_);
+    pack_values<Units, T>(value_rows_, first, last, args_.value_head_size, kTileUnits, values_);
+  });
+}
+
+// Prefetches a share of the rows of the tile: about one row between two products, because bursts wait for each other.
+// Always inline: GCC takes a function that only prefetches for one without effect and drops its calls.
+template <class Units>
+void Prefill<Units>::prefetch_rows(int64_t tile, int64_t share, int64_t num_shares) const {
+  const KeyRange seen = in_tile(seen_by_task_, tile);
+  const int64_t count = max_of<int64_t>(seen.end - seen.begin, 0), bytes = element_size(args_.cache_dtype);
+  const int64_t last = seen.begin + count * (share + 1) / num_shares;
+  for (int64_t key = seen.begin + count * share / num_shares; key < last; ++key) {
+    for (int64_t i = 0; i < bytes * args_.head_size; i += 64) prefetch(key_rows_[key] + i);
+    for (int64_t i = 0; i < bytes * args_.value_head_size; i += 64) prefetch(value_rows_[key] + i);
+  }
+}
+
+template <class Units>
+void Prefill<Units>::attend(int64_t tile, int64_t first_row, int64_t last_row) {
+  const auto strip_scores = [&](int64_t row) PAGEDKV_LAMBDA { return scores_ + (row - first_row) * kScoreStride; };
+  for (int64_t column = 0; column < kKeyTile; column += kTileColumns) {
+    for (int64_t row = first_row; row < last_row; row += kTileRows) {
+      prefetch_rows(tile + kKeyTile, (row * kKeyTile / kTileRows + column) / kTileColumns,
+                    padded_rows_ / kTileRows * (kKeyTile / kTileColumns));
+      const KeyRange seen = in_tile(seen_by_group_[row / kTileRows], tile);
+      if (column >= seen.end || column + kTileColumns <= seen.begin) continue;
+      multiply<Units, false>(ceil_div(min_of(seen.end - column, kTileColumns), kLanes), num_units_,
+                             queries_ + row * depth_, depth_, keys_ + column * depth_, kTileColumns,
+                             strip_scores(row) + column, kScoreStride, nullptr);
+    }
+  }
+  for (int64_t row = first_row; row < last_row; ++row) {
+    const KeyRange seen = in_tile(seen_by_group_[row / kTileRows], tile);
+    if (seen.begin < seen.end) softmax(tile, seen, row, strip_scores(row));
+  }
+  const ColumnTiles tiles{out_width_ / kLanes};
+  for (int64_t i = 0; i < tiles.count(); ++i) {
+    const int64_t first_vec = tiles.first_vec(i), num_vecs = tiles.first_vec(i + 1) - first_vec;
+    for (int64_t row = first_row; row < last_row; row += kTileRows) {
+      const KeyRange seen = in_tile(seen_by_group_[row / kTileRows], tile);
+      if (seen.begin >= seen.end) continue;
+      const int64_t first = seen.begin / (2 * kLanes) * (2 * kLanes) / Units::kElements;
+      multiply<Units, true>(num_vecs, ceil_div(seen.end, Units::kElements) - first, strip_scores(row) + first,
+                            kScoreStride, values_ + (first_vec * kTileUnits + first * num_vecs) * kLanes,
+                            num_vecs * kLanes, out_ + row * out_width_ + first_vec * kLanes, out_width_,
+                            softmax_.rescale + row);
+    }
+  }
+}
+
+template <class Units>
+void Prefill<Units>::softmax(int64_t tile, KeyRange columns, int64_t row, float* scores) {
+  const int64_t first = columns.begin / (2 * kLanes) * (2 * kLanes), last = round_up(columns.end, 2 * kLanes);
+  const float slope = args_.alibi_slopes && row < num_rows_ ? args_.alibi_slopes[head_of(row)] : 0;
+  const LogitTransform transform{args_.scale, args_.softcap, slope};
+  if (!transform.is_factor()) {
+    const int64_t position = args_.seq_lens[task_.seq] - args_.query_length(task_.seq) + token_of(row);
+    transform_scores(transform, tile - position, first, last, scores);
+  }
+  softmax_step<Units>(scores, first, last, {seen_[row].begin - tile, seen_[row].end - tile}, transform.factor(),
+                      softmax_, row);
+}
+
+template <class Units>
+void Prefill<Units>::store_row(int64_t row) const {
+  const int64_t token = args_.query_start(task_.seq) + token_of(row);
+  const int64_t index = token * args_.num_heads + head_of(row);
+  const float sum = softmax_.sum[row];
+  const float inverse = sum == 0 ? 0 : 1 / sum;
+  with_dtype(args_.query_dtype, [&]<class T>() PAGEDKV_LAMBDA {
+    T* target = reinterpret_cast<T*>(args_.out) + index * args_.value_head_size;
+    for (int64_t i = 0; i < args_.value_head_size; i += kLanes) {
+      const Vec scaled = load(out_ + row * out_width_ + i) * broadcast(inverse);
+      store_first(target + i, scaled, min_of<int64_t>(args_.value_head_size - i, kLanes));
+    }
+  });
+  if (args_.lse) {
+    args_.lse[index] = sum == 0 ? kMinusInfinity : (softmax_.maximum[row] + __builtin_log2f(sum)) * kLn2;
+  }
+}
+
+// The largest task that prefill_task() takes at full speed; smaller ones cost more packing.
+inline int64_t prefill_tokens_per_task(const AttentionArgs& args) {
+  return max_of<int64_t>(1, kTaskRows / args.group_size());
+}
+
+inline void prefill_task(const AttentionArgs& args, const PrefillTask& task) {
+  if constexpr (kHasDotBF16) {
+    if (args.query_dtype == DType::kBFloat16 && args.cache_dtype == DType::kBFloat16) {
+      return Prefill<BFloat16Pairs>(args, task).run();
+    }
+  }
+  Prefill<FloatUnits>(args, task).run();
+}
+
+}  // namespace pagedkv::PAGEDKV_ISA

@@ -1,0 +1,81 @@
+"""Decode steps from static buffers: eager, compiled and captured ones agree, and nothing is compiled while serving."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from .oracle import assert_native, prompts
+
+
+@pytest.fixture(scope="module")
+def compiled(llama):
+    import pagedkv
+
+    torch._dynamo.reset()
+    counters.clear()
+    engine = pagedkv.Engine(
+        llama, num_blocks=64, block_size=4, max_num_seqs=6, max_num_batched_tokens=32, buckets=[1, 3, 6], compile=True
+    )
+    yield engine
+    engine.check_integrity()
+
+
+def test_compiled_steps_give_the_tokens_of_generate(llama, compiled):
+    results = compiled.generate(prompts(10, 1, 30), max_new_tokens=16)
+    assert_native(llama, results, max_new_tokens=16)
+
+
+def test_one_whole_graph_per_bucket_and_none_while_serving(compiled):
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs == 3
+    assert not counters["graph_break"]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for count in (1, 2, 3, 5, 6):
+            compiled.generate(prompts(count, 1, 30, seed=count), max_new_tokens=5)
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_speculation_and_samples_beside_compiled_steps(llama, compiled):
+    repetitive = [(prompt * 5)[:24] for prompt in prompts(3, 3, 6, seed=2)]
+    results = compiled.generate(repetitive, max_new_tokens=20, prompt_lookup_num_tokens=3)
+    assert_native(llama, results, max_new_tokens=20)
+    results = compiled.generate(prompts(2, 5, 9), max_new_tokens=9, num_return_sequences=3, do_sample=True, seed=1)
+    assert len({tuple(result.token_ids) for result in results}) == 6
+
+
+def test_padding_rows_change_nothing(llama, make_engine):
+    asked = prompts(3, 5, 20)
+    exact = make_engine(llama, max_num_seqs=3, buckets=[3]).generate(asked, max_new_tokens=10)
+    padded = make_engine(llama, max_num_seqs=8, buckets=[8]).generate(asked, max_new_tokens=10)
+    assert [result.token_ids for result in exact] == [result.token_ids for result in padded]
+
+
+def test_the_graph_holds_no_clone_of_a_cache(llama, make_engine):
+    from pagedkv_ops.testing import assert_no_cache_clone
+
+    engine = make_engine(llama, max_num_seqs=2)
+    runner = engine.runner
+    layer = runner._state.layers[0]
+    runner._warm_up(2)
+
+    def step(ids, positions):
+        return runner._logits(runner._call, 2, input_ids=ids, position_ids=positions)
+
+    _, ids, positions = runner._inputs[2]
+    with torch.no_grad(), runner.patch.attention():
+        assert_no_cache_clone(step, ids, positions, caches=[layer.key_cache, layer.value_cache])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captured graphs need a CUDA device")
+def test_captured_graphs_replay_what_eager_steps_compute(make_engine):
+    from .conftest import build_llama
+
+    model = build_llama().cuda()
+    asked = prompts(10, 1, 30)
+    eager = make_engine(model, cuda_graphs=False).generate(asked, max_new_tokens=16, logprobs=0)
+    engine = make_engine(model, cuda_graphs=True)
+    assert sorted(engine.runner._graphs) == engine.runner.buckets
+    captured = engine.generate(asked, max_new_tokens=16, logprobs=0)
+    assert [(result.token_ids, result.logprobs) for result in captured] == [
+        (result.token_ids, result.logprobs) for result in eager
+    ]

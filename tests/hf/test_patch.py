@@ -1,0 +1,261 @@
+"""patch, unpatch and patched: what they leave behind, what they refuse, where their blocks go."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+import transformers
+from models import ragged, tiny
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    DynamicCache,
+    StoppingCriteria,
+)
+
+import pagedkv
+from pagedkv.errors import OutOfBlocksError
+from pagedkv.hf import UnsupportedModelError
+
+OPTIONS = {"max_new_tokens": 10, "do_sample": False}
+
+
+def generate(model, inputs, **kwargs):
+    return model.generate(**inputs, **{**OPTIONS, **kwargs})
+
+
+@pytest.fixture
+def model():
+    return tiny("gemma3_text")
+
+
+@pytest.fixture
+def inputs():
+    return ragged([9, 4, 12])
+
+
+def test_unpatch_leaves_nothing(model, inputs):
+    before, attributes, kind = generate(model, inputs), dict(model.__dict__), type(model)
+    implementation = model.config._attn_implementation
+    assert pagedkv.patch(model, num_blocks=64) is model
+    assert pagedkv.patch(model, num_blocks=64) is model
+    with pytest.raises(ValueError, match="unpatch it first"):
+        pagedkv.patch(model, num_blocks=65)
+    generate(model, inputs)
+    assert model.config._attn_implementation == implementation
+    assert pagedkv.unpatch(model) is model
+    assert pagedkv.unpatch(model) is model
+    assert type(model) is kind
+    assert model.__dict__ == attributes
+    assert torch.equal(generate(model, inputs), before)
+
+
+def test_patched_restores_after_an_error(model):
+    with pytest.raises(KeyError), pagedkv.patched(model, num_blocks=64):
+        raise KeyError
+    assert "generate" not in vars(model)
+    assert type(model).__name__ == "Gemma3ForCausalLM"
+    with pagedkv.patched(pagedkv.patch(model, num_blocks=64), num_blocks=64):
+        pass
+    assert pagedkv.pool(model).num_blocks == 64  # it was patched before, so it still is
+
+
+def test_two_models_side_by_side(inputs):
+    one, two = tiny("llama", seed=1), tiny("qwen3", seed=2)
+    expected = generate(one, inputs), generate(two, inputs)
+    pagedkv.patch(one, num_blocks=64, block_size=4)
+    pagedkv.patch(two, num_blocks=32, block_size=16)
+    assert torch.equal(generate(one, inputs), expected[0])
+    assert torch.equal(generate(two, inputs), expected[1])
+    assert pagedkv.pool(one).num_blocks == 64
+    assert pagedkv.pool(two).block_size == 16
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy", "save_pretrained"])
+def test_copies_are_unpatched(model, inputs, how, tmp_path):
+    expected = generate(model, inputs)
+    kind = type(model)
+    pagedkv.patch(model, num_blocks=64)
+    if how == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    elif how == "deepcopy":
+        twin = copy.deepcopy(model)
+    else:
+        model.save_pretrained(tmp_path)
+        assert "pagedkv" not in (tmp_path / "config.json").read_text()
+        twin = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(twin) is kind
+    assert twin.config._attn_implementation != "pagedkv"
+    assert torch.equal(generate(twin, inputs), expected)
+
+
+def test_refusals_change_nothing():
+    config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50)
+    encoder = transformers.BertModel(config)
+    for target, words in (
+        (tiny("mamba", num_hidden_layers=2, state_size=4, expand=1, time_step_rank=4), "no attention layer"),
+        (encoder, "no generate|its own kind|token ids"),
+    ):
+        attributes, kind = dict(target.__dict__), type(target)
+        with pytest.raises((UnsupportedModelError, AttributeError), match=words):
+            pagedkv.patch(target)
+        assert type(target) is kind
+        assert target.__dict__ == attributes
+    with pytest.raises(TypeError, match="PreTrainedModel"):
+        pagedkv.patch(torch.nn.Linear(2, 2))
+
+
+def test_exhaustion_names_the_numbers_and_gives_blocks_back(model, inputs):
+    expected = generate(model, inputs)
+    pagedkv.patch(model, num_blocks=14, block_size=4)
+    with pytest.raises(OutOfBlocksError, match=r"row \d of 3 needs \d+ blocks .* \d+ of 13 blocks .* are free"):
+        generate(model, inputs, max_new_tokens=60)
+    assert pagedkv.pool(model).used_blocks == 0
+    pagedkv.pool(model).manager.check_integrity()
+    short = {name: tensor[:1, 3:] for name, tensor in inputs.items()}
+    assert torch.equal(generate(model, short, max_new_tokens=3), expected[:1, 3 : 12 + 3])
+
+
+def test_blocks_return_when_generate_is_interrupted(model, inputs):
+    class Interrupt(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            if input_ids.shape[1] > 15:
+                raise KeyboardInterrupt
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    pagedkv.patch(model, num_blocks=64)
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, inputs, stopping_criteria=[Interrupt()])
+    assert pagedkv.pool(model).used_blocks == 0
+    assert model.config._attn_implementation != "pagedkv"
+
+
+def test_memory_decides_the_number_of_blocks(model):
+    with pagedkv.patched(model, memory=2**20):
+        pool = pagedkv.pool(model)
+        assert (
+            pool.num_blocks + 1
+        ) * pool.block_bytes > 2**20 >= pool.num_blocks * pool.block_bytes or not pool.block_bytes
+    with pytest.raises(ValueError, match="two blocks"):
+        pagedkv.patch(model, memory=100)
+    with pytest.raises(ValueError, match="fraction"):
+        pagedkv.patch(model, memory=1.5)
+    assert type(model).__name__ == "Gemma3ForCausalLM"
+
+
+def test_memory_is_touched_only_as_blocks_are_used():
+    psutil = pytest.importorskip("psutil")
+    model, inputs = tiny("llama", num_key_value_heads=4, head_dim=64), ragged([40, 40])
+    pagedkv.patch(model, num_blocks=65_536)  # 3 GiB
+    process = psutil.Process()
+    before = process.memory_info().rss
+    generate(model, inputs)
+    pool = pagedkv.pool(model)
+    assert pool.num_blocks * pool.block_bytes > 3 * 2**30
+    assert process.memory_info().rss - before < 2**28
+
+
+def test_returned_cache_keeps_its_blocks_and_goes_on(model, inputs):
+    def chat(model):
+        first = generate(model, inputs, return_dict_in_generate=True)
+        ids = torch.cat([first.sequences, torch.full((3, 5), 7)], 1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(3, 15, dtype=torch.long)], 1)
+        name = "cache" if "cache" in first else "past_key_values"
+        kept = first[name]
+        return model.generate(ids, attention_mask=mask, **{name: kept}, **OPTIONS), kept
+
+    expected, _ = chat(model)
+    pagedkv.patch(model, num_blocks=64, block_size=4)
+    out, cache = chat(model)
+    assert torch.equal(out, expected)
+    pool = pagedkv.pool(model)
+    assert pool.used_blocks > 0
+    del cache
+    gc.collect()
+    assert pool.used_blocks == 0
+
+
+def test_expanded_rows_share_their_prompt(model):
+    inputs = ragged([64])
+    model = tiny("llama")
+    pagedkv.patch(model, num_blocks=256, block_size=4)
+    generate(model, inputs, num_return_sequences=4, do_sample=True, max_new_tokens=4)
+    # 16 blocks of prompt once, and one block of new tokens for each row, instead of 4 * 17
+    assert pagedkv.pool(model).peak_used_blocks == 16 + 4
+
+
+def test_prefill_computes_real_tokens_of_distinct_rows_only():
+    model, inputs = tiny("llama"), ragged([9, 4, 12])
+    widths = []
+    pagedkv.patch(model, num_blocks=256, block_size=4)
+    model.get_input_embeddings().register_forward_hook(lambda module, args, out: widths.append(args[0].numel()))
+    generate(model, inputs, num_return_sequences=2, do_sample=True, max_new_tokens=3)
+    assert widths == [9 + 4 + 12, 6, 6]
+
+
+def test_other_paths_stay_native(model, inputs):
+    expected = generate(model, inputs, cache_implementation="static"), model(**inputs).logits
+    pagedkv.patch(model, num_blocks=64)
+    assert torch.equal(generate(model, inputs, cache_implementation="static"), expected[0])
+    name = (
+        "cache"
+        if "cache" in transformers.generation.utils.inspect.signature(model.forward).parameters
+        else "past_key_values"
+    )
+    assert torch.equal(generate(model, inputs, **{name: DynamicCache(config=model.config)}), expected[0])
+    assert torch.equal(model(**inputs).logits, expected[1])
+    model.train()
+    model.gradient_checkpointing_enable()
+    loss = model(**inputs, labels=inputs["input_ids"]).loss
+    loss.backward()
+    assert model.get_input_embeddings().weight.grad.abs().sum() > 0
+    assert pagedkv.pool(model).peak_used_blocks == 0
+
+
+def test_assisted_decoding_and_embeddings(inputs):
+    for family in ("llama", "gemma3_text"):
+        model, assistant = tiny(family), tiny(family, seed=3, num_hidden_layers=3)
+        single = {name: tensor[2:] for name, tensor in inputs.items()}
+        embeddings = {
+            "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach(),
+            "attention_mask": inputs["attention_mask"],
+        }
+        calls = [
+            (single, {"prompt_lookup_num_tokens": 3, "max_new_tokens": 25}),
+            (single, {"assistant_model": assistant, "max_new_tokens": 25}),
+            (embeddings, {}),
+        ]
+        expected = [generate(model, *call[:1], **call[1]) for call in calls]
+        pagedkv.patch(model, num_blocks=96, block_size=4)
+        pagedkv.patch(assistant, num_blocks=96, block_size=4)
+        for call, native in zip(calls, expected, strict=True):
+            assert torch.equal(generate(model, *call[:1], **call[1]), native)
+        assert pagedkv.pool(model).used_blocks == 0
+        assert pagedkv.pool(assistant).peak_used_blocks > 0
+
+
+def test_parameter_types_may_change_after_patch(inputs):
+    model = tiny("llama")
+    pagedkv.patch(model, num_blocks=64)
+    model.to(torch.float64)
+    with pagedkv.patched(model, num_blocks=64):
+        pass
+    model.to(torch.bfloat16)
+    out = generate(model, inputs)
+    pagedkv.unpatch(model)
+    assert (out == generate(model, inputs)).float().mean() > 0.8
+
+
+def test_lora(inputs):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        tiny("llama"), peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    expected = generate(model, inputs)
+    pagedkv.patch(model, num_blocks=64)
+    assert torch.equal(generate(model, inputs), expected)
+    assert pagedkv.pool(model).peak_used_blocks > 0
