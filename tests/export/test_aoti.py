@@ -56,6 +56,14 @@ def test_fresh_python_process(package: tuple[Path, str]) -> None:
     assert export_aoti(path, "--run") == tokens
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("caches", ["inputs", "buffers"])
+def test_fresh_python_process_on_cuda(tmp_path: Path, caches: str) -> None:
+    path = tmp_path / "decoder.pt2"
+    tokens = export_aoti(path, "--caches", caches, "--device", "cuda")
+    assert export_aoti(path, "--run", "--device", "cuda") == tokens
+
+
 def test_cpp_program(package: tuple[Path, str], program: Path) -> None:
     path, tokens = package
     assert run(program, path, str(STEPS), *TOKENS) == tokens
