@@ -41,11 +41,13 @@ def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """examples/cpp, built against the installed torch and this package."""
-    assert shutil.which("cmake"), "the C++ example needs cmake"
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    cmake = shutil.which("cmake", path=search)
+    assert cmake, "the C++ example needs cmake: pip install cmake"
     build = tmp_path_factory.mktemp("cpp")
     prefixes = f"{torch.utils.cmake_prefix_path};{pagedkv_ops.cmake_prefix_path}"
-    run("cmake", "-S", EXAMPLES / "cpp", "-B", build, f"-DCMAKE_PREFIX_PATH={prefixes}", "-DCMAKE_BUILD_TYPE=Release")
-    run("cmake", "--build", build)
+    run(cmake, "-S", EXAMPLES / "cpp", "-B", build, f"-DCMAKE_PREFIX_PATH={prefixes}", "-DCMAKE_BUILD_TYPE=Release")
+    run(cmake, "--build", build)
     return build / "decode"
 
 
