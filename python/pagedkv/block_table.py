@@ -123,20 +123,16 @@ class BlockTable:
         """Writes single entries: new blocks behind rows, copies in their places. One call for a whole batch."""
         if not len(rows):
             return
-        rows, columns = np.asarray(rows), np.asarray(columns)
-        if (
-            rows.min() < 0
-            or rows.max() >= self.max_num_seqs
-            or columns.min() < 0
-            or columns.max() >= self.max_num_blocks
-        ):
+        # on lists of a few entries python's min and max take a third of numpy's time
+        lowest, last_row, last_column = min(min(rows), min(columns)), max(rows), max(columns)
+        if lowest < 0 or last_row >= self.max_num_seqs or last_column >= self.max_num_blocks:
             raise InvalidArgumentError(
-                f"rows, columns: expected entries of a {self.max_num_seqs} x {self.max_num_blocks} table, got rows "
-                f"{rows.min()}..{rows.max()} and columns {columns.min()}..{columns.max()}"
+                f"rows, columns: expected entries of a {self.max_num_seqs} x {self.max_num_blocks} table, got "
+                f"{list(rows)} and {list(columns)}"
             )
         self._wait()
         self.block_table[rows, columns] = block_ids
-        np.maximum.at(self.row_blocks, rows, columns + 1)
+        np.maximum.at(self.row_blocks, rows, np.asarray(columns) + 1)
 
     def clear_row(self, row: int) -> None:
         self.set_row(row, ())

@@ -111,20 +111,24 @@ def _carry_out(manager: KVCacheManager, seq: SequenceState, row: int, step: Deco
 def commit_step(manager: KVCacheManager, seq_ids: Sequence[Hashable]) -> None:
     """`commit` of one token for every sequence; all or nothing."""
     seqs = _states(manager, seq_ids)
-    for seq in seqs:
-        if seq.num_computed >= seq.num_granted or seq.num_computed >= seq.num_tokens:
+    if manager.transfers:
+        for seq in seqs:
+            check_arrived(manager, seq, seq.num_computed + 1)
+    filled = []
+    for row, seq in enumerate(seqs):
+        computed = seq.num_computed + 1
+        if computed > seq.num_granted or computed > seq.num_tokens:
+            for earlier in seqs[:row]:
+                earlier.num_computed -= 1
             raise CommitError(
                 f"seq_ids: sequence {seq.seq_id!r} has {seq.num_computed} of {seq.num_tokens} tokens committed and "
                 f"slots for {seq.num_granted}, got 1 more"
             )
-    if manager.transfers:
-        for seq in seqs:
-            check_arrived(manager, seq, seq.num_computed + 1)
-    for seq in seqs:
-        computed = seq.num_computed + 1
         seq.num_computed = computed
         if computed >= seq.publish_at:
-            publish(manager, seq)
+            filled.append(seq)
+    for seq in filled:
+        publish(manager, seq)
 
 
 def _states(manager: KVCacheManager, seq_ids: Sequence[Hashable]) -> list[SequenceState]:

@@ -89,6 +89,8 @@ def _first_miss(manager: KVCacheManager, seq: SequenceState, step_index: int) ->
 
 def _key_difference(link: Link, chain: list[Link], tokens: list[bytes]) -> tuple[str, str] | None:
     """Names the first block whose keys differ, when the cached prefix has the same tokens up to the wanted block."""
+    if link.tokens != tokens[-1]:
+        return None
     theirs: list[Link] = []
     current: Link | None = link
     while current is not None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pagedkv.block_pool import BlockPool
 from pagedkv.groups import Group
 from pagedkv.prefix import (
-    NO_EXTRAS,
     TOKEN_BYTES,
     ChainHasher,
     KeySet,
@@ -213,34 +212,34 @@ class _Search:
         New links get the cached links as parents, so that equality is decided by one comparison of identity.
         """
         lookup, chain, hasher = self.lookup, self.chain, self.lookup.hasher
-        if self.keys or not hasher.is_sha256 or len(chain) >= num_blocks:
+        known_links = max(len(chain), 1)  # the first chunk may have a salt
+        if self.keys.ranges or not hasher.is_sha256 or known_links >= num_blocks:
             return self._long_run(number, num_blocks)
-        run = self._long_run(number, len(chain))
-        if len(run) < len(chain):
+        run = self._long_run(number, known_links)
+        if len(run) < known_links:
             return run
+        extras, extra_bytes = self.keys.whole, self.keys.whole_bytes
         get, contents, sha256 = lookup.pool.index.get, lookup.pool.contents, hashlib.sha256
         width, suffix = hasher.chunk * TOKEN_BYTES, lookup.suffixes[number]
         first = len(chain) * hasher.chunk
         data = to_bytes(self.tokens, first, num_blocks * hasher.chunk)
-        parent = chain[-1] if chain else None
-        parent_hash = parent.hash if parent else hasher.root
+        parent = chain[-1]
         for low in range(0, len(data), width):
             chunk = data[low : low + width]
-            link = parent.next if parent is not None else None
-            if link is None or link.tokens != chunk or link.extras:
-                parent_hash = sha256(parent_hash + chunk).digest()
-                link = None
-            else:
-                parent_hash = link.hash
-            known = get(parent_hash + suffix)
+            link = parent.next
+            if link is None or link.tokens != chunk or link.extras != extras:
+                link = Link(sha256(parent.hash + chunk + extra_bytes).digest(), parent, chunk, extras)
+            known = get(link.hash + suffix)
             if known.__class__ is int:
                 content = contents[known]
-                if content is link or (content.parent is parent and content.tokens == chunk and not content.extras):
+                if content is link or (
+                    content.parent is parent and content.tokens == chunk and content.extras == extras
+                ):
                     parent = content
                     chain.append(parent)
                     run.append(known)
                     continue
-            chain.append(link or Link(parent_hash, parent, chunk, NO_EXTRAS))
+            chain.append(link)
             block = lookup.block_at(number, chain, len(run)) if known is not None else 0
             if not block:
                 break

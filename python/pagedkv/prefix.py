@@ -21,7 +21,6 @@ TOKEN_BYTES = 8
 HashFn = Callable[[bytes], bytes]
 ExtraKeys = Sequence[tuple[Any, ...]]
 Extras = tuple[tuple[bytes, int], ...]  # (encoded pair, first position in the chunk it concerns), sorted
-NO_EXTRAS: Extras = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -108,11 +107,11 @@ class KeySet:
     with the offset of `start` in the chunk.
     """
 
-    __slots__ = ("_first", "_ranges", "_whole", "salt")
+    __slots__ = ("_first", "ranges", "whole", "whole_bytes")
 
     def __init__(self, extra_keys: ExtraKeys, cache_salt: Any) -> None:
         whole: set[tuple[bytes, int]] = set()
-        self._ranges: list[tuple[bytes, int, int]] = []
+        self.ranges: list[tuple[bytes, int, int]] = []
         for key in extra_keys:
             if not isinstance(key, tuple | list) or len(key) not in (2, 4) or not isinstance(key[0], str):
                 raise InvalidArgumentError(
@@ -123,25 +122,30 @@ class KeySet:
                 whole.add((b"K" + pair, 0))
                 continue
             start, end = key[2], key[3]
-            if not (isinstance(start, int) and isinstance(end, int) and 0 <= start < end):
+            if not (hasattr(start, "__index__") and hasattr(end, "__index__") and 0 <= start < end):
                 raise InvalidArgumentError(f"extra_keys: expected 0 <= start < end, got {start!r}, {end!r} in {key!r}")
-            self._ranges.append((pair, start, end))
-        self._whole = tuple(sorted(whole))
-        self.salt = None if cache_salt is None else b"Z" + encode(cache_salt)
-        self._first = self._whole if self.salt is None else tuple(sorted({*whole, (self.salt, 0)}))
+            self.ranges.append((pair, int(start), int(end)))
+        self.whole: Extras = tuple(sorted(whole))
+        self.whole_bytes = joined(self.whole)
+        salt = set() if cache_salt is None else {(b"Z" + encode(cache_salt), 0)}
+        self._first: Extras = tuple(sorted(whole | salt))
 
     def __bool__(self) -> bool:
-        return bool(self._first or self._ranges)
+        return bool(self._first or self.ranges)
 
     def at(self, start: int, stop: int) -> Extras:
         """The encoded keys of the chunk at positions [start, stop)."""
-        common = self._whole if start else self._first
+        common = self.whole if start else self._first
         overlapping = [
             (b"R" + pair + encode(low - start) + encode(min(high, stop) - start), max(low - start, 0))
-            for pair, low, high in self._ranges
+            for pair, low, high in self.ranges
             if low < stop and high > start
         ]
         return tuple(sorted({*common, *overlapping})) if overlapping else common
+
+
+def joined(extras: Extras) -> bytes:
+    return b"".join(pair for pair, _ in extras)
 
 
 NO_KEYS = KeySet((), None)
@@ -178,17 +182,16 @@ class ChainHasher:
         width = self.chunk * TOKEN_BYTES
         data = to_bytes(tokens, first * self.chunk, stop * self.chunk)
         parent_hash = tip.hash if tip else self.root
-        plain = not keys and self.is_sha256
         sha256 = hashlib.sha256
-        extras = NO_EXTRAS
         for low in range(0, len(data), width):
             chunk = data[low : low + width]
-            if plain:
-                parent_hash = sha256(parent_hash + chunk).digest()
-            else:
+            extras, extra_bytes = keys.whole, keys.whole_bytes
+            if keys.ranges or tip is None:
                 start = first * self.chunk + low // TOKEN_BYTES
                 extras = keys.at(start, start + self.chunk)
-                parent_hash = self._digest(b"".join((parent_hash, chunk, *(pair for pair, _ in extras))))
+                extra_bytes = joined(extras)
+            data_to_hash = parent_hash + chunk + extra_bytes
+            parent_hash = sha256(data_to_hash).digest() if self.is_sha256 else self._digest(data_to_hash)
             tip = Link(parent_hash, tip, chunk, extras)
             links.append(tip)
         return links

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
 
 from pagedkv.errors import PendingCopyError
@@ -22,32 +23,47 @@ def check_arrived(manager: KVCacheManager, seq: SequenceState, computed: int) ->
 
 def publish(manager: KVCacheManager, seq: SequenceState) -> None:
     """Publishes the blocks that committed tokens with known ids have filled, and notes when the next one will be."""
-    pool, chunk = manager.pool, manager.hasher.chunk
-    known = min(seq.num_computed, len(seq.tokens))
+    chunk = manager.hasher.chunk
+    computed, known = seq.num_computed, len(seq.tokens)
+    if computed < known:
+        known = computed
     start, stop, hashed = seq.published // chunk, known // chunk, seq.num_links
     links = manager.hasher.grow(seq.tip, hashed, seq.tokens, seq.keys, stop)
     if links:
         seq.tip, seq.num_links = links[-1], stop
     if start != hashed:
         links = seq.links(start)
-    hashes, publish_checked = pool.hashes, pool.publish_checked
-    for number, group in enumerate(manager.groups):
-        size, per_block, table = group.block_size, group.chunks_per_block, seq.tables[number]
-        suffix = manager.lookup.suffixes[number]
-        for index in range(seq.published // size, known // size):
-            block = table[index]
-            if block and hashes[block] is None:
-                link = links[(index + 1) * per_block - 1 - start]
-                if pool.events is None:
-                    publish_checked(block, link.hash + suffix, link)
-                else:
-                    _publish_with_event(manager, seq, number, index, link)
-                if link.parent is not None:
-                    link.parent.next = link
-                if manager.lookup.partial_hits:
-                    manager.lookup.add_child(number, block, link)
+    for number, table in enumerate(seq.tables):
+        _publish_group(manager, seq, number, table, known, links, start)
     seq.published = known
     seq.publish_at = (stop + 1) * chunk
+
+
+def _publish_group(
+    manager: KVCacheManager,
+    seq: SequenceState,
+    number: int,
+    table: array[int],
+    known: int,
+    links: list[Link],
+    start: int,
+) -> None:
+    """links: those of the chunks from `start` on."""
+    pool, group, suffix = manager.pool, manager.groups[number], manager.lookup.suffixes[number]
+    hashes, publish_checked, partial_hits = pool.hashes, pool.publish_checked, manager.lookup.partial_hits
+    size, per_block = group.block_size, group.chunks_per_block
+    for index in range(seq.published // size, known // size):
+        block = table[index]
+        if block and hashes[block] is None:
+            link = links[(index + 1) * per_block - 1 - start]
+            if pool.events is None:
+                publish_checked(block, link.hash + suffix, link)
+            else:
+                _publish_with_event(manager, seq, number, index, link)
+            if link.parent is not None:
+                link.parent.next = link
+            if partial_hits:
+                manager.lookup.add_child(number, block, link)
 
 
 def _publish_with_event(manager: KVCacheManager, seq: SequenceState, number: int, index: int, link: Link) -> None:

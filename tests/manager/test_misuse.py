@@ -21,6 +21,9 @@ def busy() -> KVCacheManager:
     manager.append("b", [1, 2])
     manager.allocate_slots("b")
     manager.add("waiting", range(7))
+    manager.add("free", range(60, 62))  # one token to commit
+    manager.allocate_slots("free")
+    manager.commit("free", 1)
     return manager
 
 
@@ -68,7 +71,7 @@ MISUSES: list[tuple[str, type[Exception], Any]] = [
     ("commit past the tokens", errors.CommitError, lambda m: m.commit("a", 1)),
     ("commit past the slots", errors.CommitError, lambda m: m.commit("waiting", 1)),
     ("commit while swapped", errors.CommitError, lambda m: m.commit("swapped", 1)),
-    ("commit_step past the tokens", errors.CommitError, lambda m: m.commit_step(["b", "a"])),
+    ("commit_step past the tokens", errors.CommitError, lambda m: m.commit_step(["free", "a"])),
     ("commit into a pending copy", errors.PendingCopyError, lambda m: m.commit("b", 1)),
     ("commit_step into a pending copy", errors.PendingCopyError, lambda m: m.commit_step(["b"])),
     ("truncate past the length", errors.TruncationError, lambda m: m.truncate("a", 11)),
@@ -144,7 +147,7 @@ def test_reset_while_in_use():
     before = snapshot(manager)
     assert manager.reset_prefix_cache() is False
     assert snapshot(manager) == before
-    for name in "ab":
+    for name in ("a", "b", "free"):
         manager.free(name)
     manager.take_copies()
     assert manager.reset_prefix_cache() is True

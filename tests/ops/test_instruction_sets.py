@@ -13,7 +13,7 @@ import pytest
 import pagedkv_ops
 
 HERE = Path(__file__).parent
-FILES = ("test_attention.py", "test_append.py", "test_writing.py", "test_states.py")
+FILES = ("test_attention.py", "test_prefill.py", "test_append.py", "test_writing.py", "test_states.py")
 PICK = "grid and interleaved or any_shape or odd_sizes or special_values or merge_equals"  # a third of the grids
 
 pytestmark = pytest.mark.skipif(
