@@ -29,7 +29,7 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(target))
     library.read_all.restype = ctypes.c_float
     library.read_all.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_int]
-    library.copy_all.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_int]
+    library.copy_two.argtypes = [*[ctypes.c_void_p] * 4, ctypes.c_long, ctypes.c_int]
     return library
 
 
@@ -43,10 +43,10 @@ def read_all() -> None:
     _library().read_all(_read_buffer().data_ptr(), READ_BYTES, torch.get_num_threads())
 
 
-def copy_all(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """memcpy of two contiguous tensors of equal size, split over the threads."""
-    num_bytes = src.numel() * src.element_size()
-    _library().copy_all(dst.data_ptr(), src.data_ptr(), num_bytes, torch.get_num_threads())
+def copy_two(dst: tuple[torch.Tensor, torch.Tensor], src: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """memcpy of two pairs of contiguous tensors of equal size, split over the threads."""
+    pointers = [t.data_ptr() for pair in zip(dst, src, strict=True) for t in pair]
+    _library().copy_two(*pointers, src[0].numel() * src[0].element_size(), torch.get_num_threads())
 
 
 def matmul(dtype: torch.dtype) -> Callable[[], object]:

@@ -118,6 +118,12 @@ Tensor empty_cpu(const int64_t* sizes, int64_t dim, int32_t dtype) {
   return Tensor(handle);
 }
 
+char* data_of(const Tensor& tensor) {
+  void* address = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &address));
+  return static_cast<char*>(address);
+}
+
 int32_t float32_dtype() { return dtypes().float32; }
 
 }  // namespace pagedkv

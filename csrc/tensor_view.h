@@ -41,6 +41,7 @@ bool is_cpu(const Tensor& tensor);
 
 // A contiguous tensor on the CPU with undefined contents.
 Tensor empty_cpu(const int64_t* sizes, int64_t dim, int32_t dtype);
+char* data_of(const Tensor& tensor);
 int32_t float32_dtype();
 
 }  // namespace pagedkv

@@ -37,6 +37,10 @@ class Inputs:
 Call = Callable[[], Tensor]
 
 
+class NotApplicableError(Exception):
+    """This kernel does not do such work at all."""
+
+
 def _flat(out: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(0, 1)  # [B * query_len, Hq, D]
 
@@ -79,7 +83,7 @@ def flex(inputs: Inputs) -> Call:
 
     num_blocks, block_size = inputs.key_cache.shape[:2]
     if block_size < 128 or inputs.query_len != 1:
-        raise RuntimeError("FlexAttention pages decode in blocks of 128 tokens")
+        raise NotApplicableError("its block mask pages decode in blocks of 128 tokens")
     key, value = (
         c.transpose(1, 2).permute(1, 0, 2, 3).reshape(1, c.size(2), num_blocks * block_size, c.size(3)).contiguous()
         for c in (inputs.key_cache, inputs.value_cache)

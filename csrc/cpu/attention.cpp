@@ -88,10 +88,10 @@ struct Output {
 Output attend(const AttentionViews& views, AttentionArgs& args, bool with_lse) {
   const int64_t sizes[] = {args.num_tokens, args.num_heads, args.value_head_size};
   Output output{empty_cpu(sizes, 3, views.query.dtype), std::nullopt};
-  args.out = TensorView(output.out).data;
+  args.out = data_of(output.out);
   if (with_lse) {
     output.lse = empty_cpu(sizes, 2, float32_dtype());
-    args.lse = reinterpret_cast<float*>(TensorView(*output.lse).data);
+    args.lse = reinterpret_cast<float*>(data_of(*output.lse));
   }
   if (args.num_tokens == 0 || args.num_heads == 0) return output;
   run_attention(args);

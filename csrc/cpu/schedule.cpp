@@ -89,12 +89,11 @@ Plan make_plan(const AttentionArgs& args) {
     s.query_tiles = ceil_div(query_length, s.query_tile);
     total_keys += s.chunk * ceil_div(query_length, kQueryTile);
   }
-  const int64_t threads = num_threads();
   plan.bytes =
       total_keys * args.num_kv_heads * (args.head_size + args.value_head_size) * element_size(args.cache_dtype);
-  const int64_t auto_chunk = threads == 1 || plan.bytes < kSerialBytes
-                                 ? INT64_MAX
-                                 : max_of(kMinSplitKeys, ceil_div(total_keys, threads * kTasksPerThread));
+  const int64_t threads = plan.bytes < kSerialBytes ? 1 : num_threads();
+  const int64_t auto_chunk =
+      threads == 1 ? INT64_MAX : max_of(kMinSplitKeys, ceil_div(total_keys, threads * kTasksPerThread));
   // Without splits a few long sequences would leave threads idle.
   if (args.num_splits == 1 && plan.bytes >= kSerialBytes && plan.num_sequences < 2 * threads) {
     plan.head_groups = min_of(args.num_kv_heads, ceil_div(2 * threads, plan.num_sequences));

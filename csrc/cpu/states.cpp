@@ -12,10 +12,10 @@ std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a
   MergeStatesArgs args;
   args.out_a = a.data;
   args.out_b = views.out_b.data;
-  args.out = TensorView(out).data;
+  args.out = data_of(out);
   args.lse_a = reinterpret_cast<const float*>(views.lse_a.data);
   args.lse_b = reinterpret_cast<const float*>(views.lse_b.data);
-  args.lse = reinterpret_cast<float*>(TensorView(lse).data);
+  args.lse = reinterpret_cast<float*>(data_of(lse));
   args.dtype = a.float_type();
   args.a_token_stride = a.stride(0);
   args.a_head_stride = a.stride(1);
