@@ -15,7 +15,7 @@ import pytest
 from pagedkv.errors import InvalidArgumentError
 from pagedkv.manager import GroupSpec, KVCacheManager
 from pagedkv.prefix import NO_KEYS, ChainHasher, KeySet, encode, pack_tokens
-from tests.manager.helpers import cache, compute, run
+from tests.manager.actions import cache, compute, run
 
 _HASHES = """
 from pagedkv.manager import KVCacheManager
