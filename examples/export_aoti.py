@@ -4,7 +4,8 @@
     python examples/export_aoti.py decoder.pt2 --run            runs the package alone; examples/cpp does so in C++
 
 With ``--caches inputs`` the caller owns the caches and passes them in every step; with ``--caches buffers`` they live
-in the package. Either way the package writes them in place.
+in the package. Either way the package writes them in place. C++ programs run CPU packages: the CUDA kernels are Triton
+kernels, which Python launches.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ METADATA = {
 }
 
 
-def new_caches() -> list[Tensor]:
+def new_caches(device: str) -> list[Tensor]:
     """[K0, V0, K1, V1], each [num_blocks, block_size, num_kv_heads, head_size]."""
-    cache = PagedKVCache(NUM_BLOCKS, BLOCK_SIZE, [LayerSpec(NUM_KV_HEADS, HEAD_SIZE)] * NUM_LAYERS)
+    cache = PagedKVCache(NUM_BLOCKS, BLOCK_SIZE, [LayerSpec(NUM_KV_HEADS, HEAD_SIZE, device=device)] * NUM_LAYERS)
     return [t.zero_() for pair in zip(cache.key_caches, cache.value_caches, strict=True) for t in pair]
 
 
@@ -64,7 +65,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(NUM_HEADS * HEAD_SIZE, VOCABULARY)
         self.own_caches = caches == "buffers"
         if self.own_caches:
-            for i, cache in enumerate(new_caches()):
+            for i, cache in enumerate(new_caches("cpu")):
                 self.register_buffer(f"cache_{i}", cache)
 
     def forward(self, tokens: Tensor, positions: Tensor, block_table: Tensor, *caches: Tensor) -> Tensor:
@@ -78,25 +79,26 @@ class Decoder(nn.Module):
         return self.head(x).argmax(-1)  # type: ignore[no-any-return]
 
 
-def generate(step: Callable[..., Any], caches: list[Tensor], first_tokens: list[int], steps: int) -> list[list[int]]:
+def generate(step: Callable[..., Any], caches: list[Tensor], first_tokens: Tensor, steps: int) -> list[list[int]]:
     """The next tokens of every sequence, step by step; block 0 stays free, as the manager keeps it."""
-    batch = len(first_tokens)
-    block_table = torch.arange(1, 1 + batch * BLOCKS_PER_SEQUENCE).view(batch, BLOCKS_PER_SEQUENCE)
-    tokens, generated = torch.tensor(first_tokens), []
+    tokens, batch, generated = first_tokens, len(first_tokens), []
+    block_table = torch.arange(1, 1 + batch * BLOCKS_PER_SEQUENCE, device=tokens.device).view(batch, -1)
     for position in range(steps):
-        tokens = step(tokens, torch.full((batch,), position), block_table, *caches)
+        tokens = step(tokens, torch.full_like(tokens, position), block_table, *caches)
         generated.append(tokens.tolist())
     return generated
 
 
-def build_package(path: str, caches: str) -> None:
+def build_package(path: str, caches: str, device: str) -> None:
     """Write the AOTInductor package of a :class:`Decoder`; its batch is dynamic, its table width fixed."""
-    inputs = (torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
-    table = torch.zeros(2, BLOCKS_PER_SEQUENCE, dtype=torch.int64)
-    cache_inputs = new_caches() if caches == "inputs" else []
+    # two tensors: the same one given twice would be exported as one input
+    tokens, positions = (torch.zeros(2, dtype=torch.int64, device=device) for _ in range(2))
+    table = torch.zeros(2, BLOCKS_PER_SEQUENCE, dtype=torch.int64, device=device)
+    cache_inputs = new_caches(device) if caches == "inputs" else []
     batch = torch.export.Dim("batch", min=1, max=(NUM_BLOCKS - 1) // BLOCKS_PER_SEQUENCE)
     shapes = [{0: batch}, {0: batch}, {0: batch}, *([tuple({} for _ in cache_inputs)] if cache_inputs else [])]
-    program = torch.export.export(Decoder(caches), (*inputs, table, *cache_inputs), dynamic_shapes=shapes)
+    model = Decoder(caches).to(device)
+    program = torch.export.export(model, (tokens, positions, table, *cache_inputs), dynamic_shapes=shapes)
     metadata = {name: str(value) for name, value in METADATA.items()} | {"num_cache_inputs": str(len(cache_inputs))}
     torch._inductor.aoti_compile_and_package(
         program, package_path=path, inductor_configs={"aot_inductor.metadata": metadata}
@@ -110,16 +112,19 @@ def main() -> None:
     parser.add_argument("--caches", choices=["inputs", "buffers"], default="inputs")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, nargs="+", default=[3, 1, 4], help="the first token of each sequence")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     with torch.no_grad():
         if options.run:
             step = torch._inductor.aoti_load_package(options.package)
-            caches = new_caches() if step.get_metadata()["num_cache_inputs"] != "0" else []
+            has_inputs = step.get_metadata()["num_cache_inputs"] != "0"
         else:
-            build_package(options.package, options.caches)
-            step = Decoder(options.caches)
-            caches = new_caches() if options.caches == "inputs" else []
-        for tokens in generate(step, caches, options.tokens, options.steps):
+            build_package(options.package, options.caches, options.device)
+            step = Decoder(options.caches).to(options.device)
+            has_inputs = options.caches == "inputs"
+        caches = new_caches(options.device) if has_inputs else []
+        first_tokens = torch.tensor(options.tokens, device=options.device)
+        for tokens in generate(step, caches, first_tokens, options.steps):
             print(*tokens)
 
 

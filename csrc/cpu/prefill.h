@@ -6,16 +6,15 @@
 // kKeyTile in the sequence, and keys that a row does not see add exact zeros.
 #pragma once
 
-#include "attention_args.h"
+#include "output.h"
 #include "prefill_pack.h"
 #include "prefill_softmax.h"
 
 namespace pagedkv::PAGEDKV_ISA {
 
-// Measured at D 64 .. 576 in float32 and bfloat16: halving the key tile costs 4%, because each tile rescales the
-// output; halving the rows of a task 2%, because each packs its keys. The scores of a strip are 48 KB.
+// Measured at D 64 .. 576 in float32 and bfloat16: half the key tile costs 4%, because each tile rescales the output.
+// The scores of a strip are 48 KB.
 constexpr int64_t kKeyTile = 256;
-constexpr int64_t kTaskRows = 768;
 constexpr int64_t kStripRows = 8 * kTileRows;
 constexpr int64_t kScoreStride = kKeyTile + kLanes;  // a power of two would put all rows into the same cache sets
 
@@ -39,7 +38,11 @@ class Prefill {
         attend(tile, row, min_of(row + kStripRows, padded_rows_));
       }
     }
-    for (int64_t row = 0; row < num_rows_; ++row) store_row(row);
+    const int64_t first_token = args_.query_start(task_.seq);
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      write_output_row(args_, first_token + token_of(row), head_of(row), out_ + row * out_width_, softmax_.maximum[row],
+                       softmax_.sum[row]);
+    }
   }
 
  private:
@@ -80,9 +83,9 @@ class Prefill {
   void find_rows(int64_t tile);
   void pack_rows(int64_t tile);
   PAGEDKV_INLINE void prefetch_rows(int64_t tile, int64_t share, int64_t num_shares) const;
+  void multiply_keys(int64_t row, int64_t column, int64_t num_vecs, float* scores) const;
   void attend(int64_t tile, int64_t first_row, int64_t last_row);
   void softmax(int64_t tile, KeyRange columns, int64_t row, float* scores);
-  void store_row(int64_t row) const;
 };
 
 // Sets the pointers into `base` and returns the bytes needed.
@@ -127,16 +130,15 @@ void Prefill<Units>::find_seen_keys() {
   }
 }
 
-// Queries as units, zero in the rows of the padding; the sink is the first logit of its row.
+// Queries as units, zero in the rows of the padding.
 template <class Units>
 void Prefill<Units>::load_queries() {
   __builtin_memset(out_, 0, padded_rows_ * out_width_ * sizeof(float));
   __builtin_memset(queries_ + num_rows_ * depth_, 0, (padded_rows_ - num_rows_) * depth_ * sizeof(float));
   const int64_t first_token = args_.query_start(task_.seq);
   for (int64_t row = 0; row < padded_rows_; ++row) {
-    const float sink = args_.sinks && row < num_rows_ ? args_.sinks[head_of(row)] : kMinusInfinity;
-    softmax_.maximum[row] = sink * kLog2E;
-    softmax_.sum[row] = sink == kMinusInfinity ? 0 : 1;
+    softmax_.maximum[row] = kMinusInfinity;
+    softmax_.sum[row] = 0;
   }
   Units::with_source(args_.query_dtype, [&]<class T>() PAGEDKV_LAMBDA {
     for (int64_t row = 0; row < num_rows_; ++row) {
@@ -198,6 +200,24 @@ void Prefill<Units>::prefetch_rows(int64_t tile, int64_t share, int64_t num_shar
   }
 }
 
+// Scores of kTileRows rows and num_vecs vectors of keys. A long head is summed in parts, each from zero: a chain of 256
+// products would round twice as much as the product of torch.
+template <class Units>
+void Prefill<Units>::multiply_keys(int64_t row, int64_t column, int64_t num_vecs, float* scores) const {
+  constexpr float kOnes[kTileRows] = {1, 1, 1, 1, 1, 1};
+  const int64_t parts = ceil_div(num_units_, 128);
+  for (int64_t part = 0; part < parts; ++part) {
+    const int64_t first = num_units_ * part / parts, depth = num_units_ * (part + 1) / parts - first;
+    const float* queries = queries_ + row * depth_ + first;
+    const float* keys = keys_ + column * depth_ + first * kTileColumns;
+    if (part == 0) {
+      multiply<Units, false>(num_vecs, depth, queries, depth_, keys, kTileColumns, scores, kScoreStride, nullptr);
+    } else {
+      multiply<Units, true>(num_vecs, depth, queries, depth_, keys, kTileColumns, scores, kScoreStride, kOnes);
+    }
+  }
+}
+
 template <class Units>
 void Prefill<Units>::attend(int64_t tile, int64_t first_row, int64_t last_row) {
   const auto strip_scores = [&](int64_t row) PAGEDKV_LAMBDA { return scores_ + (row - first_row) * kScoreStride; };
@@ -207,9 +227,7 @@ void Prefill<Units>::attend(int64_t tile, int64_t first_row, int64_t last_row) {
                     padded_rows_ / kTileRows * (kKeyTile / kTileColumns));
       const KeyRange seen = in_tile(seen_by_group_[row / kTileRows], tile);
       if (column >= seen.end || column + kTileColumns <= seen.begin) continue;
-      multiply<Units, false>(ceil_div(min_of(seen.end - column, kTileColumns), kLanes), num_units_,
-                             queries_ + row * depth_, depth_, keys_ + column * depth_, kTileColumns,
-                             strip_scores(row) + column, kScoreStride, nullptr);
+      multiply_keys(row, column, ceil_div(min_of(seen.end - column, kTileColumns), kLanes), strip_scores(row) + column);
     }
   }
   for (int64_t row = first_row; row < last_row; ++row) {
@@ -244,26 +262,9 @@ void Prefill<Units>::softmax(int64_t tile, KeyRange columns, int64_t row, float*
                       softmax_, row);
 }
 
-template <class Units>
-void Prefill<Units>::store_row(int64_t row) const {
-  const int64_t token = args_.query_start(task_.seq) + token_of(row);
-  const int64_t index = token * args_.num_heads + head_of(row);
-  const float sum = softmax_.sum[row];
-  const float inverse = sum == 0 ? 0 : 1 / sum;
-  with_dtype(args_.query_dtype, [&]<class T>() PAGEDKV_LAMBDA {
-    T* target = reinterpret_cast<T*>(args_.out) + index * args_.value_head_size;
-    for (int64_t i = 0; i < args_.value_head_size; i += kLanes) {
-      const Vec scaled = load(out_ + row * out_width_ + i) * broadcast(inverse);
-      store_first(target + i, scaled, min_of<int64_t>(args_.value_head_size - i, kLanes));
-    }
-  });
-  if (args_.lse) {
-    args_.lse[index] = sum == 0 ? kMinusInfinity : (softmax_.maximum[row] + __builtin_log2f(sum)) * kLn2;
-  }
-}
-
-// The largest task that prefill_task() takes at full speed; smaller ones cost more packing.
+// Query tokens of the largest task that pays: half of it costs 2%, because each task packs the keys it sees.
 inline int64_t prefill_tokens_per_task(const AttentionArgs& args) {
+  constexpr int64_t kTaskRows = 768;
   return max_of<int64_t>(1, kTaskRows / args.group_size());
 }
 

@@ -41,7 +41,7 @@ __attribute__((noinline)) void multiply_tile(int64_t depth, const float* a, int6
   for (int row = 0; row < kTileRows; ++row) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
-      sums[row][v] = kAccumulate ? load(c + row * c_stride + v * kLanes) * broadcast(rescale[row]) : zero();
+      sums[row][v] = zero();
     }
   }
 #pragma GCC unroll 1
@@ -59,7 +59,10 @@ __attribute__((noinline)) void multiply_tile(int64_t depth, const float* a, int6
 #pragma GCC unroll 6
   for (int row = 0; row < kTileRows; ++row) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) store(c + row * c_stride + v * kLanes, sums[row][v]);
+    for (int v = 0; v < kVecs; ++v) {
+      float* target = c + row * c_stride + v * kLanes;
+      store(target, kAccumulate ? fma(load(target), broadcast(rescale[row]), sums[row][v]) : sums[row][v]);
+    }
   }
 }
 

@@ -1,6 +1,7 @@
 // One step of the online softmax over a row of scores, in float32 and base 2.
 #pragma once
 
+#include "output.h"
 #include "prefill_multiply.h"
 
 namespace pagedkv::PAGEDKV_ISA {
@@ -46,8 +47,6 @@ PAGEDKV_INLINE float row_maximum(const float* scores, int64_t first, int64_t las
   return reduce_max(max(even, odd));
 }
 
-PAGEDKV_INLINE float first_lane(Vec v) { return v[0]; }
-
 template <class Units>
 PAGEDKV_INLINE void store_units(float* scores, int64_t i, Vec low, Vec high) {
   if constexpr (Units::kElements == 1) {
@@ -76,7 +75,7 @@ void softmax_step(float* scores, int64_t first, int64_t last, KeyRange seen, flo
     odd_sum += high;
     store_units<Units>(scores, i, low, high);
   }
-  const float rescale = maximum == before ? 1 : first_lane(exp2(broadcast(before - shift)));
+  const float rescale = maximum == before ? 1 : exp2_scalar(before - shift);
   state.sum[row] = state.sum[row] * rescale + reduce_add(even_sum + odd_sum);
   state.maximum[row] = maximum;
   state.rescale[row] = rescale;

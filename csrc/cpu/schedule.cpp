@@ -56,7 +56,8 @@ bool use_prefill(const AttentionArgs& args, int64_t query_length) {
 int64_t query_tile_of(const AttentionArgs& args, int64_t query_length) {
   if (!use_prefill(args, query_length)) return kQueryTile;
   const int64_t balanced = ceil_div(query_length * args.num_kv_heads, num_threads() * kTasksPerThread);
-  return min_of(kernels().prefill_tokens_per_task(args), max_of(balanced, kMinPrefillTile));
+  const int64_t largest = min_of(kernels().prefill_tokens_per_task(args), max_of(balanced, kMinPrefillTile));
+  return ceil_div(query_length, ceil_div(query_length, largest));  // 256 tokens in tiles of up to 192: 128 + 128
 }
 
 KeyRange keys_of_sequence(const AttentionArgs& args, int64_t seq, int64_t query_length) {

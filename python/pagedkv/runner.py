@@ -102,7 +102,7 @@ class Runner:
         text = model.config.get_text_config(decoder=True)
         self.max_length: int = getattr(text, "max_position_embeddings", None) or 1 << 20
         self.buckets = _buckets(max_num_seqs, buckets)
-        self._call: Callable[..., Any] = functools.partial(type(model).__call__, model)
+        self._call: Callable[..., Any] = functools.partial(torch.nn.Module.__call__, model)
         self._graphs: dict[int, tuple[Any, Tensor]] = {}
         self._compiled: Callable[..., Any] | None = None
         self._allocate(_PROBE_BLOCKS, max(max_num_seqs, 2), max(max_num_batched_tokens, 2 * _PROBE_CHUNK), 4, kv_dtype)
@@ -162,7 +162,7 @@ class Runner:
         """The model's masks; they are markers that hold for every forward, so they are made once."""
         embeds = torch.empty((1, 1, 1), device=self.device, dtype=self.model.dtype)
         with self.patch.attention():
-            self._state.query_length = 1
+            self._state.query_length = self._state.forward_length = 1
             masks = create_masks_for_generate(self.model.config, embeds, None, self._cache)
         for mask in masks.values() if isinstance(masks, dict) else [masks]:
             if getattr(mask, TAG, None) is None:
@@ -310,9 +310,9 @@ class Runner:
         return self._logits(self._call, total, input_ids=ids, position_ids=positions)[logits_at]
 
     def _logits(self, call: Callable[..., Any], query_length: int, **inputs: Tensor) -> Tensor:
-        self._state.query_length = query_length
+        self._state.query_length = self._state.forward_length = query_length
         for step in self._steps.values():
-            step.batch, step.query_length = 1, query_length
+            step.query_length = query_length
         for layer in self._state.layers:
             layer.done = False
         cache = {self.patch.cache_name: self._cache}

@@ -41,11 +41,13 @@ def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """examples/cpp, built against the installed torch and this package."""
-    assert shutil.which("cmake"), "the C++ example needs cmake"
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    cmake = shutil.which("cmake", path=search)
+    assert cmake, "the C++ example needs cmake: pip install cmake"
     build = tmp_path_factory.mktemp("cpp")
     prefixes = f"{torch.utils.cmake_prefix_path};{pagedkv_ops.cmake_prefix_path}"
-    run("cmake", "-S", EXAMPLES / "cpp", "-B", build, f"-DCMAKE_PREFIX_PATH={prefixes}", "-DCMAKE_BUILD_TYPE=Release")
-    run("cmake", "--build", build)
+    run(cmake, "-S", EXAMPLES / "cpp", "-B", build, f"-DCMAKE_PREFIX_PATH={prefixes}", "-DCMAKE_BUILD_TYPE=Release")
+    run(cmake, "--build", build)
     return build / "decode"
 
 
@@ -54,6 +56,14 @@ def test_fresh_python_process(package: tuple[Path, str]) -> None:
     assert len(tokens.splitlines()) == STEPS
     assert len(set(tokens.splitlines())) > 2, "the tokens show nothing"
     assert export_aoti(path, "--run") == tokens
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("caches", ["inputs", "buffers"])
+def test_fresh_python_process_on_cuda(tmp_path: Path, caches: str) -> None:
+    path = tmp_path / "decoder.pt2"
+    tokens = export_aoti(path, "--caches", caches, "--device", "cuda")
+    assert export_aoti(path, "--run", "--device", "cuda") == tokens
 
 
 def test_cpp_program(package: tuple[Path, str], program: Path) -> None:

@@ -237,13 +237,14 @@ def table(rows: list[Row], counts: dict[str, int]) -> str:
         "# Model families",
         "",
         f"Every causal language model family of transformers {transformers.__version__}, built tiny with random "
-        "weights, generates 8 tokens from two ragged prompts with its own cache and patched, in float32. `paged` and `gathered` "
-        "mean that all tokens are equal and all logits agree to 1e-4 of their largest.",
+        "weights, generates 8 tokens from two ragged prompts with its own cache and patched, in float32. `paged` and "
+        "`gathered` mean that all tokens are equal and all logits agree to 1e-4 of their largest.",
         "",
         f"{served} of {len(rows)} families are served: {counts['paged']} paged (attention reads the blocks), "
         f"{counts['gathered']} gathered (keys and values are kept in blocks, and copied out for the model's own "
         "attention, because the model changes them, or its mask, after the cache). "
-        f"{counts['refused']} are refused by `patch` with the reason; {counts['not built']} could not be built or run tiny, with their own cache, on this machine.",
+        f"{counts['refused']} are refused by `patch` with the reason; {counts['not built']} could not be built or run "
+        "tiny, with their own cache, on this machine.",
         "",
         "Written by `python tests/hf/families.py --write`; CI compares a sample with a fresh run.",
         "",

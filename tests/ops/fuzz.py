@@ -264,6 +264,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the first call; each further call adds one")
     parser.add_argument("--calls", type=int, default=sys.maxsize, help="stop after so many calls")
     parser.add_argument("--build", action="store_true", help="build with AddressSanitizer and run on that")
+    parser.add_argument("--verbose", action="store_true", help="print each seed first: a crash then names its call")
     parser.add_argument("--unsanitized", action="store_true", help="run with an ordinary build of the extension")
     arguments = parser.parse_args()
     if arguments.build:
@@ -273,6 +274,8 @@ def main() -> int:
     print(f"fuzzing {pagedkv_ops.backends()['cpu']}, sanitized: {is_sanitized()}", flush=True)
     deadline, seed, valid = time.monotonic() + arguments.seconds, arguments.seed, 0
     while time.monotonic() < deadline and seed - arguments.seed < arguments.calls:
+        if arguments.verbose:
+            print(seed, file=sys.stderr, flush=True)
         try:
             valid += check(seed)
         except BaseException:

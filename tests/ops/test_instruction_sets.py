@@ -13,7 +13,7 @@ import pytest
 import pagedkv_ops
 
 HERE = Path(__file__).parent
-FILES = ("test_attention.py", "test_append.py", "test_writing.py", "test_states.py")
+FILES = ("test_attention.py", "test_prefill.py", "test_append.py", "test_writing.py", "test_states.py")
 PICK = "grid and interleaved or any_shape or odd_sizes or special_values or merge_equals"  # a third of the grids
 
 pytestmark = pytest.mark.skipif(
@@ -49,6 +49,5 @@ def test_results_hold_with(isa, instruction_sets):
     if f"({isa})" in pagedkv_ops.backends()["cpu"]:
         pytest.skip("the other tests run with this one")
     files = [str(HERE / name) for name in FILES]
-    done = run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", PICK, *files], isa)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
+    done = run(["-m", "pytest", "-p", "no:cacheprovider", "-k", PICK, *files], isa)
+    assert done.returncode == 0, done.stdout[-4000:]  # 5 if the expression picked no test

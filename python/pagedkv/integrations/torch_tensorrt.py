@@ -5,7 +5,8 @@ its first step correctly and has lost the new keys and values afterwards. :func:
 the writes, for ``torch_tensorrt.dynamo.compile`` and for ``torch.compile(backend="tensorrt")``.
 
 Give the caches as inputs where other code uses them too: a buffer that a module writes belongs to the compiled module
-alone afterwards, because Torch-TensorRT clones it when it compiles.
+alone afterwards, because ``dynamo.compile`` clones it. As inputs it takes contiguous tensors only:
+``PagedKVCache(..., layout="NHD")``. Writes of other ops into inputs are lost, as without this module.
 """
 
 from __future__ import annotations
@@ -156,9 +157,9 @@ def hold_paged_writes(gm: GraphModule, settings: Any) -> GraphModule:
 
 def release_paged_writes(gm: GraphModule, settings: Any) -> GraphModule:
     """Right after it: other passes would trip over more outputs than the model has, and respect side effects."""
-    writes = _writes(gm.graph)
-    if writes:
-        _set_outputs(gm.graph, _outputs(gm.graph)[: -len(writes)])
+    held = _writes(gm.graph)
+    if held:
+        _set_outputs(gm.graph, _outputs(gm.graph)[: -len(held)])
         gm.recompile()
     return gm
 

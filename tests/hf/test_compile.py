@@ -1,0 +1,81 @@
+"""Compiled decoding: one graph per kind of batch size, no breaks, no recompiles with length, tokens of eager.
+
+Dynamo decides graphs, breaks and recompiles before any backend runs: ``backend="eager"`` keeps the tests quick. One
+test goes through Inductor.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo
+from models import ragged, tiny
+from torch._dynamo.utils import counters
+from transformers import CompileConfig
+
+import pagedkv
+
+BATCHES = [ragged([5, 9, 3]), ragged([7, 2]), ragged([8, 8, 1, 4], seed=2), ragged([5, 9, 3], seed=5)]
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def num_graphs():
+    assert not counters["graph_break"], dict(counters["graph_break"])
+    return counters["stats"]["unique_graphs"]
+
+
+def auto_compile():
+    config = CompileConfig(backend="eager", fullgraph=True, mode=None)
+    config._compile_all_devices = True
+    return {"compile_config": config}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("way", ["patch", "generate", "forward"])
+def test_graphs(family, way):
+    model = tiny(family, num_hidden_layers=3)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    expected = [model.generate(**batch, **options) for batch in BATCHES]
+    pagedkv.patch(model, block_size=4, num_blocks=256, compile={"backend": "eager"} if way == "patch" else False)
+    if way == "generate":
+        options |= auto_compile()
+    elif way == "forward":
+        model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
+    graphs = []
+    for batch, tokens in zip(BATCHES, expected, strict=True):
+        assert torch.equal(model.generate(**batch, **options), tokens)
+        graphs.append(num_graphs())
+    if way == "forward":  # prefill is compiled too, with its own shapes
+        assert graphs[-1] <= 5
+    else:
+        assert graphs == [1, 2, 2, 2]  # batch 3; any batch; nothing new
+    assert pagedkv.pool(model).used_blocks == 0
+
+
+def test_lengths_1_to_300():
+    model = tiny("gemma3_text")
+    inputs, options = ragged([1]), {"max_new_tokens": 300, "do_sample": False}
+    expected = model.generate(**inputs, **options)
+    pagedkv.patch(model, block_size=16, num_blocks=256, compile={"backend": "eager", "fullgraph": True})
+    assert torch.equal(model.generate(**inputs, **options), expected)
+    assert num_graphs() == 1
+    assert torch.equal(model.generate(**inputs, **options), expected)
+    assert num_graphs() == 1
+
+
+def test_inductor_after_other_batches():
+    model = tiny("llama", num_hidden_layers=2)
+    one, two = ragged([6]), ragged([3, 8], seed=4)
+    expected = [model.generate(**batch, max_new_tokens=n, do_sample=False) for batch, n in ((one, 10), (two, 40))]
+    pagedkv.patch(model, block_size=4, num_blocks=128, compile=True)
+    for batch, n, tokens in ((one, 10, expected[0]), (two, 40, expected[1]), (one, 10, expected[0])):
+        assert torch.equal(model.generate(**batch, max_new_tokens=n, do_sample=False), tokens)
+        assert pagedkv.pool(model).used_blocks == 0
+    assert num_graphs() == 2

@@ -1,0 +1,163 @@
+"""Prefix caching across calls of generate: what is computed, and what a hit may depend on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import ragged, tiny
+
+import pagedkv
+
+SYSTEM = torch.arange(2, 42)  # 10 blocks of 4
+
+
+def prompts(*tails):
+    """Rows that begin with the same 40 tokens, padded on the left."""
+    rows = [torch.cat([SYSTEM, torch.tensor(tail)]) for tail in tails]
+    width = max(len(row) for row in rows)
+    ids = torch.stack([torch.cat([torch.zeros(width - len(row), dtype=torch.long), row]) for row in rows])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+class Computed:
+    """Tokens that the model embeds in each call."""
+
+    def __init__(self, model):
+        self.calls = []
+        model.get_input_embeddings().register_forward_hook(lambda module, args, out: self.calls.append(args[0].numel()))
+
+    def take(self):
+        calls, self.calls = self.calls, []
+        return calls
+
+
+@pytest.fixture
+def model():
+    return tiny("llama")
+
+
+def patch(model):
+    return pagedkv.patch(model, num_blocks=256, block_size=4, prefix_caching=True)
+
+
+def generate(model, inputs, **kwargs):
+    return model.generate(**inputs, **{"max_new_tokens": 3, "do_sample": False, **kwargs})
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_second_call_computes_the_rest(family):
+    model = tiny(family)
+    first, second = prompts([50, 51, 52]), prompts([60, 61])
+    expected = generate(model, first), generate(model, second)
+    patch(model)
+    computed = Computed(model)
+    assert torch.equal(generate(model, first), expected[0])
+    assert computed.take()[0] == 43
+    assert torch.equal(generate(model, second), expected[1])
+    assert computed.take()[0] == 2
+    assert pagedkv.pool(model).used_blocks == 0
+
+
+def test_ragged_batch_skips_the_smallest_hit(model):
+    warm, batch = prompts([50]), prompts([50, 51, 52, 53, 54, 55], [70])
+    expected = generate(model, batch)
+    patch(model)
+    generate(model, warm)
+    computed = Computed(model)
+    assert torch.equal(generate(model, batch), expected)
+    # columns are cut for all rows at once: 40 of the longer row's 46, so the other, padded by 5, skips 35
+    assert computed.take()[0] == 6 + 6
+    assert torch.equal(generate(model, batch, num_beams=2), generate(pagedkv.unpatch(model), batch, num_beams=2))
+
+
+def test_answers_are_found_too(model):
+    patch(model)
+    inputs = prompts([50])
+    out = generate(model, inputs, max_new_tokens=12)
+    chat = {"input_ids": torch.cat([out, torch.tensor([[7]])], 1)}
+    chat["attention_mask"] = torch.ones_like(chat["input_ids"])
+    computed = Computed(model)
+    got = generate(model, chat)
+    assert computed.take()[0] == 54 - 52
+    assert torch.equal(got, generate(pagedkv.unpatch(model), chat))
+
+
+def test_changed_parameters_find_nothing(model):
+    patch(model)
+    inputs = prompts([50])
+    generate(model, inputs)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    computed = Computed(model)
+    got = generate(model, inputs)
+    assert computed.take()[0] == 41
+    assert torch.equal(got, generate(pagedkv.unpatch(model), inputs))
+
+
+def test_clear_prefix_cache(model):
+    patch(model)
+    inputs = prompts([50])
+    generate(model, inputs)
+    pagedkv.clear_prefix_cache(model)
+    computed = Computed(model)
+    generate(model, inputs)
+    generate(model, inputs)
+    assert [computed.calls[0], computed.calls[3]] == [41, 1]
+
+
+def test_adapters_do_not_share():
+    peft = pytest.importorskip("peft")
+    options = {"target_modules": ["q_proj", "k_proj"], "init_lora_weights": False}
+    model = peft.get_peft_model(tiny("llama"), peft.LoraConfig(**options), adapter_name="one")
+    model.add_adapter("two", peft.LoraConfig(**options))
+    inputs = prompts([50])
+    expected = {}
+    for name in ("one", "two"):
+        model.set_adapter(name)
+        expected[name] = generate(model, inputs, max_new_tokens=8)
+    patch(model)
+    for name in ("one", "two", "one"):
+        model.set_adapter(name)
+        assert torch.equal(generate(model, inputs, max_new_tokens=8), expected[name])
+
+
+def test_embeddings_and_no_reuse_by_default(model):
+    inputs = prompts([50])
+    pagedkv.patch(model, num_blocks=256, block_size=4)
+    computed = Computed(model)
+    generate(model, inputs)
+    generate(model, inputs)
+    assert [computed.calls[0], computed.calls[3]] == [41, 41]
+    pagedkv.unpatch(model)
+    embeddings = {
+        "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach(),
+        "attention_mask": inputs["attention_mask"],
+    }
+    expected = generate(model, embeddings)
+    patch(model)
+    assert torch.equal(generate(model, embeddings), expected)
+    assert torch.equal(generate(model, embeddings), expected)
+
+
+def test_off_for_recurrent_layers_and_batch_dependent_rope(caplog):
+    hybrid = tiny(
+        "qwen3_next",
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=16,
+        num_experts=2,
+        linear_value_head_dim=16,
+        num_experts_per_tok=1,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        num_hidden_layers=4,
+    )
+    rope = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    for model, words in ((hybrid, "recurrent"), (rope, "rotary")):
+        inputs = ragged([9, 9])
+        expected = generate(model, inputs)
+        patch(model)
+        assert words in caplog.text
+        computed = Computed(model)
+        assert torch.equal(generate(model, inputs), expected)
+        generate(model, inputs)
+        assert computed.calls[0] == computed.calls[3] == 18
