@@ -158,8 +158,7 @@ AttentionViews check_paged_attention(const char* op, const Tensor& query, const 
   on_cpu(op, "query", q, "key_cache");
   last_contiguous(op, "query", q);
   check_size(op, "query", q, 2, k.size(3), "key_cache.size(3)");
-  const std::string heads_name = "key_cache.size(2)";
-  PAGEDKV_EXPECT(op, k.size(2) >= 1, heads_name, "be at least 1 (num_kv_heads)", std::to_string(k.size(2)));
+  PAGEDKV_EXPECT(op, k.size(2) >= 1, "key_cache.size(2)", "be at least 1 (num_kv_heads)", std::to_string(k.size(2)));
   PAGEDKV_EXPECT(op, q.size(1) % k.size(2) == 0, "query.size(1)",
                  "be a multiple of " + std::to_string(k.size(2)) + " (key_cache.size(2))", std::to_string(q.size(1)));
   views.table = check_table(op, block_table, seq_lens, "key_cache");

@@ -36,7 +36,7 @@ PAGEDKV_INLINE void write_output_row(const AttentionArgs& args, int64_t token, i
     const int64_t rest = args.value_head_size - d;
     if (rest > 0) store_first(out + d, load_first(row + d, rest) * numerator / denominator, rest);
   });
-  if (args.lse) args.lse[index] = sum == 0.0f ? -__builtin_inff() : (maximum + log2f(sum)) * kLn2;
+  if (args.lse) args.lse[index] = sum == 0.0f ? -__builtin_inff() : maximum * kLn2 + logf(sum);
 }
 
 }  // namespace pagedkv::PAGEDKV_ISA
