@@ -184,9 +184,10 @@ class Runner:
         is_exact = self.model.dtype == torch.float32 and self.pool.kv_dtype in (None, torch.float32)
         limit = 1e-3 if is_exact else 0.1
         for row, position, logits in got:
-            error = float((expected[row][position] - logits.double()).norm() / expected[row][position].norm())
-            if not error < limit:
-                raise refuse(self.model, f"its logits in a packed batch differ from its own by {error:.1e} (relative)")
+            difference = float((expected[row][position] - logits.double()).norm() / expected[row][position].norm())
+            if not difference < limit:
+                text = f"its logits in a packed batch differ from its own by {difference:.1e} (relative)"
+                raise refuse(self.model, text)
 
     def _run_probe(self, prompts: list[list[int]]) -> list[tuple[int, int, Tensor]]:
         """(row, position, logits) of the last token of every chunk."""
