@@ -41,9 +41,15 @@ QUESTIONS = [
 def render(engine, rows, start) -> Group:
     table = Table(title="pagedkv engine", expand=True)
     for name in ("request", "state", "cached", "tokens", "text"):
-        table.add_column(name, no_wrap=name != "text", overflow="ellipsis", ratio=1 if name == "text" else None)
+        table.add_column(name, no_wrap=True, overflow="ellipsis", ratio=1 if name == "text" else None)
     for number, row in rows.items():
-        table.add_row(str(number), row["state"], str(row["cached"]), str(len(row["ids"])), Text(row["text"][-60:]))
+        table.add_row(
+            str(number),
+            row["state"],
+            str(row["cached"]),
+            str(len(row["ids"])),
+            Text(" ".join(row["text"].split())[-60:]),
+        )
     stats = engine.stats()
     used = stats.kv.num_used_blocks
     speed = stats.num_generated_tokens / max(time.monotonic() - start, 1e-9)
