@@ -275,7 +275,7 @@ class Runner:
             starts = np.cumsum(num_new) - num_new
             self._tokens[1, :total] = np.arange(total) + np.repeat(computed - starts, num_new)
         if self._device_tokens is not self._host_tokens:
-            self._device_tokens[:, :size].copy_(self._host_tokens[:, :size], non_blocking=True)
+            self._device_tokens[:, :size].copy_(self._host_tokens[:, :size])  # the next step writes the host side again
         if num_new is None:
             return self._run_decode(size)[:num_seqs].float()
         with self.patch.attention():
