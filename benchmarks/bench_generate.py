@@ -1,6 +1,6 @@
 """``generate`` on a real model, with its own cache, patched, and patched and compiled: tokens first, then speed.
 
-    python benchmarks/bench_generate.py [--dtype float32|bfloat16] [--case batch|long] [--rounds N] [--no-compile]
+    python benchmarks/bench_generate.py [--dtype float32|bfloat16] [--case batch|long] [--rounds N] [--ways patched compiled]
 
 batch: 16 ragged, left-padded prompts of 8 to 128 tokens, 64 new tokens each. long: one prompt of 4,096 tokens, 64 new
 tokens, with the peak memory of each way. The ways take turns in one process; medians are reported, as ratios to native.
@@ -82,22 +82,22 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--case", default="batch", choices=["batch", "long"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--ways", nargs="+", default=["patched", "compiled"], choices=["patched", "compiled"])
     args = parser.parse_args()
     directory = model_directory("smollm2")
 
     def load():
         return AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, args.dtype)).eval()
 
-    ways = {"native": load(), "patched": pagedkv.patch(load())}
-    if not args.no_compile:
-        ways["compiled"] = pagedkv.patch(load(), compile=True)
+    ways = {"native": load()}
+    for name in args.ways:
+        ways[name] = pagedkv.patch(load(), memory=2**31, compile=name == "compiled")
     inputs = prompts(args.case, ways["native"].config.vocab_size)
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
     seconds = {name: [] for name in ways}
     peaks, expected = {}, None
     for model in ways.values():  # warm up, compile
-        model.generate(**inputs, **{**options, "max_new_tokens": 3, "min_new_tokens": 3})
+        model.generate(**inputs, **{**options, "max_new_tokens": 2, "min_new_tokens": 2})
     for _ in range(args.rounds):
         for name, model in ways.items():
             with PeakMemory() as memory:

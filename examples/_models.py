@@ -19,7 +19,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Source:
-    """A model in a wheel. ``find`` returns the GGUF file in the unpacked wheels."""
+    """A model in wheels: what to install, the variable that names a copy, and its name."""
 
     requirements: tuple[str, ...]
     variable: str
@@ -79,14 +79,12 @@ def _gguf_file(name: str, packages: Path, work: Path) -> Path:
     files = sorted(packages.rglob("*.gguf"), key=lambda file: file.stat().st_size)
     if files:
         return files[-1]
-    # the wheel of this model comes in parts, which a function of its package joins
+    # this model's file comes in parts, in wheels of their own; the package joins them
     sys.path.insert(0, str(packages))
     try:
-        module = next(
-            path for path in packages.iterdir() if path.name.startswith(name) and (path / "__init__.py").exists()
-        )
         joined = work / f"{name}.gguf"
-        importlib.import_module(module.name).assemble(joined)
+        package = SOURCES[name].requirements[0].split("==")[0].replace("-", "_")
+        importlib.import_module(package).assemble(joined)
         return joined
     finally:
         sys.path.remove(str(packages))

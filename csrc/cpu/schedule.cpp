@@ -55,7 +55,8 @@ bool use_prefill(const AttentionArgs& args, int64_t query_length) {
 
 int64_t query_tile_of(const AttentionArgs& args, int64_t query_length) {
   if (!use_prefill(args, query_length)) return kQueryTile;
-  const int64_t balanced = ceil_div(query_length * args.num_kv_heads, num_threads() * kTasksPerThread);
+  const int64_t total = args.query_start(args.num_seqs) * args.num_kv_heads;
+  const int64_t balanced = ceil_div(total, num_threads() * kTasksPerThread);
   const int64_t largest = min_of(kernels().prefill_tokens_per_task(args), max_of(balanced, kMinPrefillTile));
   return ceil_div(query_length, ceil_div(query_length, largest));  // 256 tokens in tiles of up to 192: 128 + 128
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,12 +90,22 @@ def compile_launch(launch: Launch, capability: int) -> Any:
     return triton.compile(_source(launch), target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def inspect(compiled: Any) -> Report:
+def _disassembled(compiled: Any) -> tuple[str, str]:
+    """Resource usage and instructions of the machine code."""
     with tempfile.TemporaryDirectory() as directory:
         cubin = Path(directory) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
-        usage = _run("cuobjdump", "--dump-resource-usage", cubin)
-        sass = _run("nvdisasm", "-c", cubin)
+        return _run("cuobjdump", "--dump-resource-usage", cubin), _run("nvdisasm", "-c", cubin)
+
+
+def float_instructions(compiled: Any) -> dict[str, int]:
+    """Number of floating-point instructions by mnemonic."""
+    names = r"\b((?:FFMA|FMUL|FADD|FMNMX|FSEL|MUFU|HMMA|HGMMA|F2FP)[\w.]*)"
+    return dict(sorted(Counter(re.findall(names, _disassembled(compiled)[1])).items()))
+
+
+def inspect(compiled: Any) -> Report:
+    usage, sass = _disassembled(compiled)
     tensor_core = re.findall(r"\b(HGMMA|HMMA|UTCHMMA|UTC\w*MMA|QGMMA|IMMA|OMMA)\b", sass)
 
     def count(pattern: str) -> int:

@@ -12,6 +12,7 @@ from pagedkv.groups import Group
 from pagedkv.prefix import (
     TOKEN_BYTES,
     ChainHasher,
+    Extras,
     KeySet,
     Link,
     adopt,
@@ -134,6 +135,10 @@ class PrefixLookup:
             hit.tail_tokens, hit.tail_blocks = length, blocks
 
 
+def _equal(content: Link, parent: Link, tokens: bytes, extras: Extras) -> bool:
+    return content.parent is parent and content.tokens == tokens and content.extras == extras
+
+
 class _Search:
     """One search: remembers what each group was found to hold."""
 
@@ -232,9 +237,7 @@ class _Search:
             known = get(link.hash + suffix)
             if known.__class__ is int:
                 content = contents[known]
-                if content is link or (
-                    content.parent is parent and content.tokens == chunk and content.extras == extras
-                ):
+                if content is link or (content is not None and _equal(content, parent, chunk, extras)):
                     parent = content
                     chain.append(parent)
                     run.append(known)

@@ -58,7 +58,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
         if tokenizer is None:
             raise InvalidArgumentError("prompt: expected token ids, as the engine has no tokenizer, got a string")
         prompt = tokenizer(prompt)["input_ids"]
-    ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
+    ids: list[Any] = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
     if not ids or not all(isinstance(token, int) and 0 <= token < vocabulary for token in ids):
         raise InvalidArgumentError(
             f"prompt: expected text, or at least one token id in 0..{vocabulary - 1}, got {ids[:8]!r} "

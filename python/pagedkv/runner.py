@@ -184,9 +184,10 @@ class Runner:
         is_exact = self.model.dtype == torch.float32 and self.pool.kv_dtype in (None, torch.float32)
         limit = 1e-3 if is_exact else 0.1
         for row, position, logits in got:
-            error = float((expected[row][position] - logits.double()).norm() / expected[row][position].norm())
-            if not error < limit:
-                raise refuse(self.model, f"its logits in a packed batch differ from its own by {error:.1e} (relative)")
+            difference = float((expected[row][position] - logits.double()).norm() / expected[row][position].norm())
+            if not difference < limit:
+                text = f"its logits in a packed batch differ from its own by {difference:.1e} (relative)"
+                raise refuse(self.model, text)
 
     def _run_probe(self, prompts: list[list[int]]) -> list[tuple[int, int, Tensor]]:
         """(row, position, logits) of the last token of every chunk."""
@@ -274,7 +275,7 @@ class Runner:
             starts = np.cumsum(num_new) - num_new
             self._tokens[1, :total] = np.arange(total) + np.repeat(computed - starts, num_new)
         if self._device_tokens is not self._host_tokens:
-            self._device_tokens[:, :size].copy_(self._host_tokens[:, :size], non_blocking=True)
+            self._device_tokens[:, :size].copy_(self._host_tokens[:, :size])  # the next step writes the host side again
         if num_new is None:
             return self._run_decode(size)[:num_seqs].float()
         with self.patch.attention():

@@ -4,17 +4,19 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import pagedkv
+from pagedkv_ops.testing import assert_no_cache_clone
+
 from .oracle import assert_native, prompts
 
 
 @pytest.fixture(scope="module")
 def compiled(llama):
-    import pagedkv
-
+    torch.set_num_threads(1)  # a compiled kernel keeps the number of threads it was compiled for
     torch._dynamo.reset()
     counters.clear()
     engine = pagedkv.Engine(
-        llama, num_blocks=64, block_size=4, max_num_seqs=6, max_num_batched_tokens=32, buckets=[1, 3, 6], compile=True
+        llama, num_blocks=64, block_size=4, max_num_seqs=6, max_num_batched_tokens=32, buckets=[2, 6], compile=True
     )
     yield engine
     engine.check_integrity()
@@ -27,7 +29,7 @@ def test_compiled_steps_give_the_tokens_of_generate(llama, compiled):
 
 def test_one_whole_graph_per_bucket_and_none_while_serving(compiled):
     graphs = counters["stats"]["unique_graphs"]
-    assert graphs == 3
+    assert graphs == 2
     assert not counters["graph_break"]
     with torch.compiler.set_stance("fail_on_recompile"):
         for count in (1, 2, 3, 5, 6):
@@ -51,8 +53,6 @@ def test_padding_rows_change_nothing(llama, make_engine):
 
 
 def test_the_graph_holds_no_clone_of_a_cache(llama, make_engine):
-    from pagedkv_ops.testing import assert_no_cache_clone
-
     engine = make_engine(llama, max_num_seqs=2)
     runner = engine.runner
     layer = runner._state.layers[0]

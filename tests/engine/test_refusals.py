@@ -1,4 +1,4 @@
-"""Models that need more than (token, position, keys and values) per token are refused by name, and left as they were."""
+"""Models that need more than token, position, keys and values are refused by name, and left as they were."""
 
 import pytest
 import torch

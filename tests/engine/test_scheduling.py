@@ -88,5 +88,5 @@ def test_settings_out_of_range(llama, make_engine):
         {"watermark": 1.5},
         {"num_blocks": 1},
     ):
-        with pytest.raises(ValueError, match="expected|must"):
+        with pytest.raises(ValueError, match=r"expected|must"):
             make_engine(llama, **options)

@@ -173,5 +173,5 @@ def test_mask_that_does_not_continue_is_an_error():
 
 def test_layers_that_cache_something_else_are_refused():
     config = AutoConfig.for_model("deepseek_v32")
-    with pytest.raises(NotImplementedError, match="indexed_attention layers"):
+    with pytest.raises(NotImplementedError, match="(indexed|sparse)_attention layers"):
         pagedkv.PagedCache(config, num_blocks=4)

@@ -11,7 +11,7 @@ from typing import Any
 
 from pagedkv.groups import GroupSpec
 from pagedkv.manager import KVCacheManager
-from tests.manager.helpers import snapshot
+from tests.manager.actions import snapshot
 
 KEYS: list[dict[str, Any]] = [
     {},

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pagedkv.manager import GroupSpec, KVCacheManager
-from tests.manager.helpers import cache, compute, run
+from tests.manager.actions import cache, compute, run
 
 
 def test_stats_of_shared_and_partial_blocks():

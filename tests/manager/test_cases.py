@@ -9,7 +9,7 @@ import pytest
 from pagedkv.block_pool import BlockPool
 from pagedkv.errors import BlockReferenceError, PendingCopyError, UnknownSequenceError
 from pagedkv.manager import KVCacheManager
-from tests.manager.helpers import cache, compute, run, snapshot
+from tests.manager.actions import cache, compute, run, snapshot
 
 
 def test_block_named_twice_in_one_free():

@@ -8,7 +8,7 @@ import pytest
 
 from pagedkv import errors
 from pagedkv.manager import GroupSpec, KVCacheManager
-from tests.manager.helpers import compute, run, snapshot
+from tests.manager.actions import compute, run, snapshot
 
 
 def busy() -> KVCacheManager:

@@ -6,7 +6,7 @@ import pytest
 
 from pagedkv.errors import CommitError, PendingCopyError
 from pagedkv.manager import KVCacheManager
-from tests.manager.helpers import cache, compute, run, snapshot
+from tests.manager.actions import cache, compute, run, snapshot
 
 
 def test_source_stays_alive_until_the_copies_are_taken():

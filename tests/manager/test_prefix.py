@@ -15,7 +15,7 @@ import pytest
 from pagedkv.errors import InvalidArgumentError
 from pagedkv.manager import GroupSpec, KVCacheManager
 from pagedkv.prefix import NO_KEYS, ChainHasher, KeySet, encode, pack_tokens
-from tests.manager.helpers import cache, compute, run
+from tests.manager.actions import cache, compute, run
 
 _HASHES = """
 from pagedkv.manager import KVCacheManager
@@ -295,3 +295,17 @@ def test_chain_grows_from_any_point():
     whole = hasher.grow(None, 0, tokens, NO_KEYS, 10)
     part = hasher.grow(whole[3], 4, tokens, NO_KEYS, 10)
     assert [link.hash for link in part] == [link.hash for link in whole[4:]]
+
+
+def test_block_published_without_its_content_is_no_hit():
+    """Someone else's publish under one of our hashes can not be checked against the tokens."""
+    manager = KVCacheManager(20, 4, record_events=True)
+    cache(manager, range(12))
+    hashes = [event[1] for event in manager.take_events()]
+    assert manager.reset_prefix_cache()
+    for block, block_hash in zip(manager.pool.get_new_blocks(3), hashes, strict=True):
+        manager.pool.publish(block, block_hash)
+    assert manager.match_prefix(range(13)) == 0
+    manager.pool.free_blocks([3, 2, 1])
+    cache(manager, range(4))
+    assert manager.match_prefix(range(13)) == 4

@@ -9,7 +9,7 @@ import pytest
 from pagedkv.errors import InvalidArgumentError, ReleasedPositionError
 from pagedkv.groups import Group
 from pagedkv.manager import GroupSpec, KVCacheManager
-from tests.manager.helpers import cache, compute, run, snapshot
+from tests.manager.actions import cache, compute, run, snapshot
 
 GEMMA = [GroupSpec("sliding", 8), GroupSpec("sliding", 8), GroupSpec()]
 

@@ -248,10 +248,16 @@ def run_sanitized(arguments: list[str]) -> int:
     build = ["setup.py", "-q", "build", "--build-base", str(base), "--build-lib", str(base / "lib")]
     subprocess.run([sys.executable, *build], cwd=root, env={**os.environ, "PAGEDKV_SANITIZE": "address"}, check=True)
     compiler = os.environ.get("CXX", "g++")
-    found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    # the sanitizer takes over __cxa_throw at start-up, so libstdc++ has to be there by then
+    libraries = [
+        subprocess.run(
+            [compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so")
+    ]
     env = {
         **os.environ,
-        "LD_PRELOAD": found.stdout.strip(),
+        "LD_PRELOAD": " ".join(libraries),
         "ASAN_OPTIONS": "detect_leaks=0",  # Python itself never frees some of its memory
         "PYTHONPATH": str(root),  # for this package; the current directory, with the sanitized copy, comes before it
     }

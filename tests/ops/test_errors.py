@@ -56,8 +56,6 @@ def test_op_and_reference_say_the_same_and_change_nothing(op, rule):
 def test_fake_kernel_says_the_same(op, rule):
     call = bad_call(op, changes(op, rule))
     expected = error(getattr(reference, op), call)
-    if expected.endswith(("cpu", "meta")):
-        pytest.skip("meta tensors stand for another device here, and fake tensors call them cpu")
     with FakeTensorMode() as mode:
         fake = tree_map_only(torch.Tensor, mode.from_tensor, call)
         assert error(getattr(pagedkv_ops, op), fake) == expected

@@ -49,6 +49,5 @@ def test_results_hold_with(isa, instruction_sets):
     if f"({isa})" in pagedkv_ops.backends()["cpu"]:
         pytest.skip("the other tests run with this one")
     files = [str(HERE / name) for name in FILES]
-    done = run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", PICK, *files], isa)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
+    done = run(["-m", "pytest", "-p", "no:cacheprovider", "-k", PICK, *files], isa)
+    assert done.returncode == 0, done.stdout[-4000:]  # 5 if the expression picked no test

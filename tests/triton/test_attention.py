@@ -18,6 +18,9 @@ from tests.ops.builders import attention_options, make_case, mean_probe, pairwis
 
 from .worker import DEVICE, Kernels
 
+# base-2 exponentials lose a few units; a device also multiplies float32 in three parts of 11 bits and has a fast exp2
+FLOAT32_ERROR = 4e-6 if DEVICE == "cpu" else 3e-5
+
 
 def assert_matches_dense(kernels: Kernels, **spec: Any) -> None:
     case = make_case(**spec)
@@ -25,8 +28,8 @@ def assert_matches_dense(kernels: Kernels, **spec: Any) -> None:
     exact, exact_lse = case.dense()
     compute = torch.promote_types(case.query.dtype, case.key_cache.dtype)
     rounded = case.dense(compute if compute == case.query.dtype else case.query.dtype)[0]
-    if compute == torch.float32:  # exponentials in base 2 and three-part products lose a few units
-        torch.testing.assert_close(out.double(), exact, rtol=0, atol=max(4e-6, tolerance(exact, rounded)))
+    if compute == torch.float32:
+        torch.testing.assert_close(out.double(), exact, rtol=0, atol=max(FLOAT32_ERROR, tolerance(exact, rounded)))
     else:
         assert_within_rounding(out, exact, rounded)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=2e-5 if compute == torch.float32 else 2e-3)
@@ -95,8 +98,8 @@ def test_cache_of_another_type(kernels: Kernels, dtype: torch.dtype, cache_dtype
     out = kernels.op("paged_attention", *case.args)
     assert out.dtype == dtype
     # the interpreter truncates where the device rounds a bfloat16 to nearest: one unit instead of half of one
-    tolerance = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
-    torch.testing.assert_close(out.double(), case.dense()[0], rtol=tolerance, atol=tolerance)
+    error = 3 * FLOAT32_ERROR if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), case.dense()[0], rtol=error, atol=error)
 
 
 @pytest.mark.parametrize("fill", [math.nan, math.inf])
@@ -126,7 +129,8 @@ def test_window_is_inclusive(kernels: Kernels, window_left: int, mean: float) ->
 def test_softcap_saturates_without_nan(kernels: Kernels) -> None:
     case = make_case(query_lens=(1,), seq_lens=(8,), options={"softcap": 50.0, "scale": 5000.0})
     out = kernels.op("paged_attention", *case.args, **case.options)
-    torch.testing.assert_close(out.double(), case.dense()[0], rtol=1e-4, atol=1e-4)
+    error = 5000 * FLOAT32_ERROR  # of a logit before the cap
+    torch.testing.assert_close(out.double(), case.dense()[0], rtol=error, atol=error)
 
 
 def test_more_heads_than_a_tile_has_rows(kernels: Kernels) -> None:

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,23 +42,41 @@ def checked_in_rows() -> dict[tuple[str, str], str]:
     return {tuple(cell.strip() for cell in row.split("|")[1:3]): row for row in rows}  # type: ignore[misc]
 
 
-def test_a_sample_compiles_without_problems() -> None:
-    """By the report's own function, in a process without the interpreter; one test, so that workers share no set-up."""
-    code = (
-        "import json, sys; from pagedkv_ops._triton.compile_report import row_of\n"
-        "print(json.dumps([row_of(*pair) for pair in json.loads(sys.argv[1])]))"
-    )
+def compile_elsewhere(code: str, *arguments: str) -> Any:
+    """The JSON that ``code`` prints in a process without the interpreter."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", code, json.dumps(SAMPLE)]
+    command = [sys.executable, "-c", "import json, sys; " + code, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_a_sample_compiles_without_problems() -> None:
+    """By the report's own function; one test, so that parallel workers repeat nothing."""
+    code = (
+        "from pagedkv_ops._triton.compile_report import row_of\n"
+        "print(json.dumps([row_of(*pair) for pair in json.loads(sys.argv[1])]))"
+    )
+    rows = compile_elsewhere(code, json.dumps(SAMPLE))
     assert [problem for _, problems in rows for problem in problems] == []
     if f"by Triton {triton.__version__}:" in REPORT.read_text():  # another assembler may well use other registers
         checked_in = checked_in_rows()
         assert [row for row, _ in rows] == [checked_in[pair] for pair in SAMPLE], (
             "the table is out of date: python -m pagedkv_ops._triton.compile_report --write " + REPORT.name
         )
+
+
+def test_one_split_uses_the_same_arithmetic_for_decode_and_prefill() -> None:
+    """Two kernels, one per way of cutting rows into tiles: the same bits need the same floating-point instructions."""
+    code = (
+        "from pagedkv_ops._triton import compile_report, offline\n"
+        "names = [f'attention {kind} bfloat16 D=128 num_splits=1' for kind in ('decode', 'prefill')]\n"
+        "launches = [compile_report.launch_of('sm_90', name) for name in names]\n"
+        "print(json.dumps([offline.float_instructions(offline.compile_launch(l, 90)) for l in launches]))"
+    )
+    decode, prefill = compile_elsewhere(code)
+    assert any(name.startswith("HMMA") for name in decode)
+    assert decode == prefill
 
 
 def test_the_table_covers_every_kernel_and_configuration() -> None:

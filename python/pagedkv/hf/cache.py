@@ -31,7 +31,8 @@ _LAYER_CLASSES: dict[str, type] = {
     "hybrid_sliding": PagedHybridLayer,
 }
 _SHARED = ("state", "step", "key_cache", "value_cache")  # by copies of a layer
-_NATIVE = ("conv", "linear_attention", "dummy")
+_WINDOWED = ("sliding_attention", "chunked_attention", "hybrid_sliding")
+_NATIVE = ("conv", "linear_attention", "dummy", "moe", "mlp")
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
@@ -44,6 +45,9 @@ def layer_kinds(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     for kind in kinds:
         if kind not in _LAYER_CLASSES and kind not in _NATIVE:
             raise NotImplementedError(f"its {kind} layers cache more than keys and values per token")
+    if isinstance(kwargs, dict):  # up to 5.23 one dict served all layers, each took from it what it knew
+        plain = {name: value for name, value in kwargs.items() if name != "sliding_window"}
+        kwargs = [kwargs if kind in _WINDOWED else plain for kind in kinds]
     return list(zip(kinds, kwargs, strict=True))
 
 
