@@ -90,8 +90,13 @@ def flex(inputs: Inputs) -> Call:
     )
     batch, width = inputs.block_table.shape
     counts = torch.full((batch, 1, 1), width, dtype=torch.int32)
+    pages = torch.zeros(batch, 1, 1, num_blocks, dtype=torch.int32)  # as wide as the pool, though `width` are used
+    pages[:, 0, 0, :width] = inputs.block_table
+    lengths = (1, num_blocks * block_size)
+
+    # Every block is full. Its CPU kernel does not compile without both kinds of blocks, nor with one tensor for both.
     mask = BlockMask.from_kv_blocks(
-        counts, inputs.block_table[:, None, None, :].contiguous(), BLOCK_SIZE=(128, block_size)
+        torch.zeros_like(counts), pages, counts, pages.clone(), BLOCK_SIZE=(128, block_size), seq_lengths=lengths
     )
     compiled = torch.compile(flex_attention)
     query = inputs.dense_query()
