@@ -1,6 +1,6 @@
 """``generate`` on a real model, with its own cache, patched, and patched and compiled: tokens first, then speed.
 
-    python benchmarks/bench_generate.py [--dtype float32|bfloat16] [--case batch|long] [--rounds N] [--ways patched compiled]
+    python benchmarks/bench_generate.py [--dtype float32|bfloat16] [--case batch|long] [--rounds N] [--ways ...]
 
 batch: 16 ragged, left-padded prompts of 8 to 128 tokens, 64 new tokens each. long: one prompt of 4,096 tokens, 64 new
 tokens, with the peak memory of each way. The ways take turns in one process; medians are reported, as ratios to native.
