@@ -24,7 +24,7 @@ TOPICS = ["the sea", "bread", "a compiler", "the moon", "tea", "rain", "a bicycl
 
 
 def serve(model, prompts, block_size, new_tokens, sharing):
-    """Returns tokens by prompt, share of prompt tokens hit, blocks and bytes at most, seconds; but for the first request."""
+    """Tokens by prompt; of all requests but the first: share of the prompt hit, blocks and bytes at most, seconds."""
     num_blocks = 2 + len(prompts) * -(-(max(map(len, prompts)) + new_tokens) // block_size)
     with pagedkv.Engine(
         model,
@@ -45,7 +45,7 @@ def serve(model, prompts, block_size, new_tokens, sharing):
         seconds = time.perf_counter() - start
         tokens = {tuple(result.prompt_ids): result.token_ids for result in results}
         cached = sum(result.num_cached_tokens for result in results[1:])
-        memory = most_blocks * engine.cache.block_bytes
+        memory = most_blocks * engine.runner.pool.block_bytes
         return tokens, cached / sum(map(len, prompts[1:])), most_blocks, memory, seconds
 
 
