@@ -293,14 +293,13 @@ def test_continuous_batching_of_the_library_still_works():
     model = tiny("llama")
     prompts = [[5, 6, 7, 8], [9, 10, 11]]
     config = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    # left alone, the library's own cache takes most of the machine's memory, and touches it
+    small = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
 
     def batch(model):
-        results = model.generate_batch(prompts, generation_config=config)
+        results = model.generate_batch(prompts, generation_config=config, continuous_batching_config=small)
         return sorted((tuple(r.prompt_ids), tuple(r.generated_tokens)) for r in results.values())
 
-    try:
-        expected = batch(model)
-    except Exception as error:
-        pytest.skip(f"generate_batch does not run here by itself: {type(error).__name__}: {error}")
+    expected = batch(model)
     pagedkv.patch(model, num_blocks=64)
     assert batch(model) == expected
