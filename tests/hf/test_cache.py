@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import pagedkv
 import pagedkv.hf
+from pagedkv.hf import masks
 
 
 def name_of(model):
@@ -47,11 +48,14 @@ def test_attn_implementation(family, entry):
     assert pool.used_blocks == 0
 
 
-def test_without_a_paged_cache_attention_is_dense():
+def test_without_a_paged_cache_attention_is_dense(caplog, monkeypatch):
     model, inputs = tiny("gemma2"), ragged([9, 4])
     expected = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     model.set_attn_implementation("pagedkv")
-    assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), expected)
+    monkeypatch.setattr(masks, "_warned", False)
+    for _ in range(2):
+        assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), expected)
+    assert caplog.text.count("without a PagedCache") == 1
 
 
 def test_left_padding_stores_real_tokens_only():
@@ -173,5 +177,5 @@ def test_mask_that_does_not_continue_is_an_error():
 
 def test_layers_that_cache_something_else_are_refused():
     config = AutoConfig.for_model("deepseek_v32")
-    with pytest.raises(NotImplementedError, match="(indexed|sparse)_attention layers"):
+    with pytest.raises(NotImplementedError, match=r"(indexed|sparse)_attention layers"):
         pagedkv.PagedCache(config, num_blocks=4)

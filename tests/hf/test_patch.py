@@ -259,3 +259,47 @@ def test_lora(inputs):
     pagedkv.patch(model, num_blocks=64)
     assert torch.equal(generate(model, inputs), expected)
     assert pagedkv.pool(model).peak_used_blocks > 0
+
+
+def test_streamer_sees_the_same_tokens(model, inputs):
+    class Streamer(transformers.generation.streamers.BaseStreamer):
+        def __init__(self):
+            self.tokens = []
+
+        def put(self, value):
+            self.tokens += value.reshape(-1).tolist()
+
+        def end(self): ...
+
+    single = {name: tensor[2:] for name, tensor in inputs.items()}
+    native, paged = Streamer(), Streamer()
+    generate(model, single, streamer=native)
+    pagedkv.patch(model, num_blocks=64)
+    generate(model, single, streamer=paged)
+    assert paged.tokens == native.tokens
+    assert pagedkv.pool(model).peak_used_blocks > 0
+
+
+def test_dispatched_by_accelerate(model, inputs):
+    accelerate = pytest.importorskip("accelerate")
+    expected = generate(model, inputs)
+    model = accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    pagedkv.patch(model, num_blocks=64)
+    assert torch.equal(generate(model, inputs), expected)
+    assert pagedkv.pool(model).peak_used_blocks > 0
+
+
+def test_continuous_batching_of_the_library_still_works():
+    model = tiny("llama")
+    prompts = [[5, 6, 7, 8], [9, 10, 11]]
+    config = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    # left alone, the library's own cache takes most of the machine's memory, and touches it
+    small = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+
+    def batch(model):
+        results = model.generate_batch(prompts, generation_config=config, continuous_batching_config=small)
+        return sorted((tuple(r.prompt_ids), tuple(r.generated_tokens)) for r in results.values())
+
+    expected = batch(model)
+    pagedkv.patch(model, num_blocks=64)
+    assert batch(model) == expected

@@ -60,7 +60,6 @@ assert again is not pagedkv_ops
 use(again); use(pagedkv_ops)
 assert torch.ops.pagedkv.write_kv.default is first
 assert again.backends() == pagedkv_ops.backends()
-torch.compile(use, backend="eager")(again)
 """
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 
 from .state import PagedState
 from .tags import TAG
+
+logger = logging.getLogger(__name__)
 
 NAME = "pagedkv"
 OTHER = -1  # a mask that is more than causal and windowed
@@ -72,6 +75,8 @@ def paged_mask(
     }
     dense = ALL_MASK_ATTENTION_FUNCTIONS[dense_implementation(config)]
     state, active.state = active.state, None
+    if state is None:
+        _warn_once(config)
     if state is None or kv_offset or kv_length != state.seen + q_length:
         return dense(**arguments)  # type: ignore[no-any-return]
     window = mask_window(mask_function)
@@ -81,6 +86,19 @@ def paged_mask(
     marker = state.pool.marker(window, torch.device(device))
     getattr(marker, TAG).build = lambda: dense(**arguments)
     return marker
+
+
+_warned = False
+
+
+def _warn_once(config: Any) -> None:
+    global _warned
+    if not _warned and id(config) not in _dense_by_config:
+        _warned = True
+        logger.warning(
+            'attn_implementation="pagedkv" without a PagedCache: attention is the model\'s own dense one. Pass a '
+            "pagedkv.PagedCache(model.config, ...) as the cache, or use pagedkv.patch(model)"
+        )
 
 
 _dense_by_config: dict[int, str] = {}
