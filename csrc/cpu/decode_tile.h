@@ -1,0 +1,302 @@
+// One tile of 16 tokens of decode attention: scores, running softmax, weighted values.
+//
+// The query heads of a group are taken in packs of up to 4 rows, so that a K or V row is loaded into registers once per
+// pack. Scores of a pack live in vectors whose lane r * kTokens + t is row r, token t.
+#pragma once
+
+#include <cfloat>
+#include <type_traits>
+
+#include "kernels.h"
+#include "vec.h"
+
+namespace pagedkv::PAGEDKV_ISA {
+
+constexpr int kTile = static_cast<int>(kDecodeTile);
+constexpr float kNoMaximum = -FLT_MAX;  // finite: (-inf) - (-inf) would be NaN where nothing was seen yet
+
+// Cached rows of the 16 tokens of a tile, head 0, as byte addresses.
+struct TileRows {
+  const char* key[kTile];
+  const char* value[kTile];
+};
+
+// What a tile needs to know beside its rows; offsets select the KV head.
+struct TileContext {
+  const TileRows* rows;
+  const TileRows* next;  // prefetched while this tile is computed
+  int64_t key_offset, value_offset;
+  int64_t head_size, value_head_size;
+  int first, last;  // visible tokens of this tile: [first, last)
+  float distance;   // key position of token 0 minus query position, for ALiBi
+  float scale_log2, softcap, softcap_inverse;
+};
+
+// Running softmax of a pack of rows. `query` is padded with zeros to a multiple of 2 * kLanes columns and, unless it is
+// bfloat16 for dot_bf16, stored in the element order of load_pair. `acc` is in the order of load_pair (of zip_bits)
+// too.
+struct Pack {
+  float* maximum;       // [kLanes]
+  float* sum;           // [kLanes]
+  float* acc;           // [kRows, acc_stride]
+  const char* query;    // [kRows, query_stride]
+  const float* slopes;  // [kLanes] ALiBi slopes in base 2, or null
+  int64_t query_stride, acc_stride;
+};
+
+template <typename T, bool kDot>
+using QueryElement = std::conditional_t<kDot, BFloat16, float>;
+
+// scores[v], lane r * kTokens + t: query row r times key v * kTokens + t.
+template <typename T, int kRows, bool kDot>
+PAGEDKV_INLINE void tile_scores(const TileContext& c, const Pack& pack, Vec* scores) {
+  constexpr int kTokens = kLanes / kRows;
+  constexpr int kVectors = kTile / kTokens;
+  constexpr int kStep = 2 * kLanes;
+  const auto* query = reinterpret_cast<const QueryElement<T, kDot>*>(pack.query);
+  const int64_t whole = c.head_size / kStep * kStep;
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    Vec acc[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) acc[i] = zero();
+    const auto step = [&](int64_t d, int64_t n) PAGEDKV_LAMBDA {
+#pragma GCC unroll 16
+      for (int t = 0; t < kTokens; ++t) {
+        const T* key = reinterpret_cast<const T*>(c.rows->key[v * kTokens + t] + c.key_offset) + d;
+        const char* ahead = c.next->key[v * kTokens + t] + c.key_offset + d * sizeof(T);
+        prefetch(ahead);
+        if constexpr (kStep * sizeof(T) > 64) prefetch(ahead + 64);
+        if constexpr (kDot) {
+          const PairBits k = n == kStep ? load_bits(key) : load_bits_first(key, n);
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r) {
+            acc[r * kTokens + t] = dot_bf16(acc[r * kTokens + t], k, load_bits(query + r * pack.query_stride + d));
+          }
+        } else {
+          Vec a, b;
+          if (n == kStep) {
+            load_pair(key, a, b);
+          } else {
+            load_pair_first(key, n, a, b);
+          }
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r) {
+            const float* q = query + r * pack.query_stride + d;
+            acc[r * kTokens + t] = fma(b, load(q + kLanes), fma(a, load(q), acc[r * kTokens + t]));
+          }
+        }
+      }
+    };
+#pragma GCC unroll 1
+    for (int64_t d = 0; d < whole; d += kStep) step(d, kStep);
+    if (whole < c.head_size) step(whole, c.head_size - whole);
+    scores[v] = reduce_lanes(acc);
+  }
+}
+
+// Scale, softcap, ALiBi (all in base 2) and the mask.
+template <int kRows>
+PAGEDKV_INLINE void tile_logits(const TileContext& c, const Pack& pack, Vec* scores) {
+  constexpr int kTokens = kLanes / kRows;
+  constexpr int kVectors = kTile / kTokens;
+  float token_of_lane[kLanes];
+  const bool masked = c.first > 0 || c.last < kTile;
+  if (masked || pack.slopes) {
+    for (int i = 0; i < kLanes; ++i) token_of_lane[i] = static_cast<float>(i % kTokens);
+  }
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    Vec x = scores[v];
+    if (c.softcap > 0.0f) {
+      x = tanh(x * broadcast(c.scale_log2 * kLn2 * c.softcap_inverse)) * broadcast(c.softcap * kLog2E);
+    } else {
+      x = x * broadcast(c.scale_log2);
+    }
+    if (masked || pack.slopes) {
+      const Vec token = load(token_of_lane) + broadcast(static_cast<float>(v * kTokens));
+      if (pack.slopes) x = fma(load(pack.slopes), token + broadcast(c.distance), x);
+      if (masked) {
+        const Vec hidden = broadcast(-__builtin_inff());
+        x = select(less(token, broadcast(static_cast<float>(c.first))), hidden, x);
+        x = select(less(token, broadcast(static_cast<float>(c.last))), x, hidden);
+      }
+    }
+    scores[v] = x;
+  }
+}
+
+// Moves the running maximum, then turns logits into weights. Weights of hidden tokens are exactly 0.
+template <int kRows>
+PAGEDKV_INLINE void tile_softmax(const Pack& pack, Vec* scores) {
+  constexpr int kTokens = kLanes / kRows;
+  constexpr int kVectors = kTile / kTokens;
+  Vec highest = scores[0];
+#pragma GCC unroll 16
+  for (int v = 1; v < kVectors; ++v) highest = max(highest, scores[v]);
+  highest = group_max<kTokens>(highest);
+  Vec maximum = load(pack.maximum);
+  Vec sum = load(pack.sum);
+  if (any(less(maximum, highest))) {
+    highest = max(highest, maximum);
+    const Vec factor = exp2(maximum - highest);  // exactly 1 for rows whose maximum stays
+    sum = sum * factor;
+    maximum = highest;
+    store(pack.maximum, maximum);
+    float factors[kLanes];
+    store(factors, factor);
+    for (int r = 0; r < kRows; ++r) {
+      float* acc = pack.acc + r * pack.acc_stride;
+      for (int64_t i = 0; i < pack.acc_stride; i += kLanes) {
+        store(acc + i, load(acc + i) * broadcast(factors[r * kTokens]));
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int v = 0; v < kVectors; ++v) {
+    scores[v] = exp2(scores[v] - maximum);
+    sum = sum + scores[v];
+  }
+  store(pack.sum, sum);
+}
+
+// acc += weights * values for kPairs * 2 * kLanes columns from `column` on; kWhole: all 16 tokens are visible.
+template <typename T, int kRows, int kPairs, bool kWhole>
+PAGEDKV_INLINE void accumulate_columns(const TileContext& c, const Pack& pack, const float* weights, int64_t column,
+                                       int64_t columns) {
+  constexpr int kTokens = kLanes / kRows;
+  constexpr int kStep = 2 * kLanes;
+  Vec acc[kRows][2 * kPairs];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * kPairs; ++i) acc[r][i] = load(pack.acc + r * pack.acc_stride + column + i * kLanes);
+  }
+  const auto token = [&](int t) PAGEDKV_LAMBDA {
+    const T* value = reinterpret_cast<const T*>(c.rows->value[t] + c.value_offset) + column;
+    const char* ahead = c.next->value[t] + c.value_offset + column * sizeof(T);
+#pragma GCC unroll 4
+    for (int i = 0; i < kPairs; ++i) {
+      prefetch(ahead + i * kStep * sizeof(T));
+      if constexpr (kStep * sizeof(T) > 64) prefetch(ahead + i * kStep * sizeof(T) + 64);
+      Vec a, b;
+      if (columns == kPairs * kStep) {
+        load_pair(value + i * kStep, a, b);
+      } else {
+        load_pair_first(value + i * kStep, columns, a, b);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const Vec weight = broadcast(weights[t / kTokens * kLanes + r * kTokens + t % kTokens]);
+        acc[r][2 * i] = fma(a, weight, acc[r][2 * i]);
+        acc[r][2 * i + 1] = fma(b, weight, acc[r][2 * i + 1]);
+      }
+    }
+  };
+  if constexpr (kWhole) {
+#pragma GCC unroll 16
+    for (int t = 0; t < kTile; ++t) token(t);
+  } else {
+    for (int t = c.first; t < c.last; ++t) token(t);
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * kPairs; ++i) store(pack.acc + r * pack.acc_stride + column + i * kLanes, acc[r][i]);
+  }
+}
+
+// The same with bfloat16 weights, two tokens per dot product: half the multiply-adds, for an error below that of
+// rounding the output to bfloat16.
+template <int kRows, int kPairs, bool kWhole>
+PAGEDKV_INLINE void dot_columns(const TileContext& c, const Pack& pack, const BFloat16* weights, int64_t column,
+                                int64_t columns) {
+  constexpr int kTokens = kLanes / kRows;
+  constexpr int kStep = 2 * kLanes;
+  Vec acc[kRows][2 * kPairs];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * kPairs; ++i) acc[r][i] = load(pack.acc + r * pack.acc_stride + column + i * kLanes);
+  }
+  const auto bits = [&](int t, int i) PAGEDKV_LAMBDA {
+    prefetch(c.next->value[t] + c.value_offset + (column + i * kStep) * sizeof(BFloat16));
+    const auto* value = reinterpret_cast<const BFloat16*>(c.rows->value[t] + c.value_offset) + column + i * kStep;
+    if (!kWhole && (t < c.first || t >= c.last)) return load_bits_first(value, 0);
+    return columns == kPairs * kStep ? load_bits(value) : load_bits_first(value, columns);
+  };
+  const auto tokens = [&](int t) PAGEDKV_LAMBDA {
+#pragma GCC unroll 4
+    for (int i = 0; i < kPairs; ++i) {
+      PairBits low, high;
+      zip_bits(bits(t, i), bits(t + 1, i), low, high);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const PairBits weight = broadcast_two(weights + t / kTokens * kLanes + r * kTokens + t % kTokens);
+        acc[r][2 * i] = dot_bf16(acc[r][2 * i], low, weight);
+        acc[r][2 * i + 1] = dot_bf16(acc[r][2 * i + 1], high, weight);
+      }
+    }
+  };
+  if constexpr (kWhole) {
+#pragma GCC unroll 8
+    for (int t = 0; t < kTile; t += 2) tokens(t);
+  } else {
+    for (int t = c.first / 2 * 2; t < c.last; t += 2) tokens(t);
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * kPairs; ++i) store(pack.acc + r * pack.acc_stride + column + i * kLanes, acc[r][i]);
+  }
+}
+
+// All columns of the values, in steps of kPairs, then one pair, then what remains.
+template <typename T, int kRows, bool kDot, bool kWhole, typename Weight>
+PAGEDKV_INLINE void accumulate(const TileContext& c, const Pack& pack, const Weight* weights) {
+  constexpr int kStep = 2 * kLanes;
+  constexpr int kPairs = min_of(4, max_of(1, kRegisters / (4 * kRows)));
+  const auto columns = [&]<int pairs, bool whole>(int64_t column, int64_t n) PAGEDKV_LAMBDA {
+    if constexpr (kDot) {
+      dot_columns<kRows, pairs, whole>(c, pack, weights, column, n);
+    } else {
+      accumulate_columns<T, kRows, pairs, whole>(c, pack, weights, column, n);
+    }
+  };
+  int64_t column = 0;
+  for (; column + kPairs * kStep <= c.value_head_size; column += kPairs * kStep) {
+    columns.template operator()<kPairs, kWhole>(column, kPairs * kStep);
+  }
+  if constexpr (kPairs > 1) {
+    for (; column + kStep <= c.value_head_size; column += kStep) {
+      columns.template operator()<1, kWhole>(column, kStep);
+    }
+  }
+  if (column < c.value_head_size) columns.template operator()<1, false>(column, c.value_head_size - column);
+}
+
+template <typename T, int kRows, bool kDot>
+__attribute__((noinline)) void attend_tile(const TileContext& c, const Pack& pack) {
+  constexpr int kVectors = kTile * kRows / kLanes;
+  Vec scores[kVectors];
+  tile_scores<T, kRows, kDot>(c, pack, scores);
+  tile_logits<kRows>(c, pack, scores);
+  tile_softmax<kRows>(pack, scores);
+  using Weight = std::conditional_t<kDot, BFloat16, float>;
+  alignas(64) Weight weights[kTile * kRows];
+#pragma GCC unroll 16
+  for (int v = 0; v < kVectors; ++v) {
+    if constexpr (kDot) {
+      store_rounded(weights + v * kLanes, scores[v]);
+    } else {
+      store(weights + v * kLanes, scores[v]);
+    }
+  }
+  if (c.first == 0 && c.last == kTile) {
+    accumulate<T, kRows, kDot, true>(c, pack, weights);
+  } else {
+    accumulate<T, kRows, kDot, false>(c, pack, weights);
+  }
+}
+
+}  // namespace pagedkv::PAGEDKV_ISA
