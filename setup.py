@@ -70,7 +70,7 @@ class BuildExtension(build_ext):
         if shutil.which(compiler) is None:
             raise SystemExit(
                 f"pagedkv needs a C++20 compiler to build its CPU kernels, and {compiler!r} was not found. Install "
-                "GCC 11 or Clang 14 or later (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: "
+                "GCC 12 or Clang 14 or later (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: "
                 "xcode-select --install), or name one with the environment variable CXX."
             )
         flags = list(COMPILE_FLAGS)
