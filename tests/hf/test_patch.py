@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -303,3 +304,35 @@ def test_continuous_batching_of_the_library_still_works():
     expected = batch(model)
     pagedkv.patch(model, num_blocks=64)
     assert batch(model) == expected
+
+
+def test_threads_take_turns():
+    model = tiny("llama")
+    inputs = [ragged([5 + i]) for i in range(4)]
+    expected = [generate(model, one, max_new_tokens=40) for one in inputs]
+    pagedkv.patch(model, num_blocks=64)
+    with ThreadPoolExecutor(4) as threads:
+        outputs = list(threads.map(lambda one: generate(model, one, max_new_tokens=40), inputs))
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+    assert pagedkv.pool(model).used_blocks == 0
+
+
+def test_a_model_already_set_to_pagedkv_can_be_patched(inputs):
+    model = tiny("llama")
+    expected = generate(model, inputs)
+    model.set_attn_implementation("pagedkv")
+    pagedkv.patch(model, num_blocks=64)
+    assert torch.equal(generate(model, inputs), expected)
+    assert pagedkv.pool(model).peak_used_blocks > 0
+    pagedkv.unpatch(model)
+    assert model.config._attn_implementation == "pagedkv"
+    assert torch.equal(generate(model, inputs), expected)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_blocks": 0}, {"num_blocks": 3.5}, {"memory": "1MB"}, {"kv_dtype": "bfloat17"}, {"memory": 0}]
+)
+def test_settings_are_refused_by_name(model, options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        pagedkv.patch(model, **options)
+    assert "_pagedkv_patch" not in vars(model)

@@ -55,7 +55,7 @@ class Patch:
         self.compiled: Any = None
         self.prefix = prefix.PrefixKeys()
         self._depth = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._local = threading.local()
 
     def set_pool(self, model: PreTrainedModel, num_blocks: int, prefix_caching: bool) -> None:
@@ -83,19 +83,21 @@ class Patch:
     @contextmanager
     def attention(self) -> Iterator[None]:
         """Within it the model's attention layers call this library; outside they are as they were."""
-        with self._lock:
+        with self._lock:  # the buffers of a decode step and the pool serve one call at a time: threads take turns
             self._depth += 1
-            if self._depth == 1 and self.switches:
-                for config in self.configs:
-                    config._attn_implementation_internal = masks.NAME
-        try:
-            yield
-        finally:
-            with self._lock:
+            if self._depth == 1:
+                self._switch([masks.NAME] * len(self.configs))
+            try:
+                yield
+            finally:
                 self._depth -= 1
-                if self._depth == 0 and self.switches:
-                    for config, name in zip(self.configs, self.implementations, strict=True):
-                        config._attn_implementation_internal = name
+                if self._depth == 0:
+                    self._switch(self.implementations)
+
+    def _switch(self, names: list[str | None]) -> None:
+        if self.switches:
+            for config, name in zip(self.configs, names, strict=True):
+                config._attn_implementation_internal = name
 
     @property
     def created(self) -> list[PagedCache]:
@@ -231,7 +233,8 @@ def patch(
     """Let ``model.generate`` keep its KV cache in blocks; the tokens stay those of the unpatched model.
 
     A short generation is run with the model's own cache and with blocks and compared, so that a model which blocks can
-    not serve is refused here. Patching a patched model again with the same settings does nothing.
+    not serve is refused here. Patching a patched model again with the same settings does nothing. Calls from several
+    threads take turns.
 
     Args:
         model: a transformers causal language model, also inside a PEFT or a compiled module.
@@ -258,6 +261,7 @@ def patch(
         "prefix_caching": prefix_caching,
         "compile": compile,
     }
+    _check_options(num_blocks, memory, kv_dtype)
     target = _target(model)
     known: Patch | None = target.__dict__.get(_ATTRIBUTE)
     if known is not None:
@@ -267,7 +271,8 @@ def patch(
     support.check_model(target)
     handle = Patch(target, options)
     for config, name in zip(handle.configs, handle.implementations, strict=True):
-        masks.set_dense_implementation(config, name or "eager")
+        if name != masks.NAME:  # set by the user: what was dense before stays so
+            masks.set_dense_implementation(config, name or "eager")
     target.__dict__[_ATTRIBUTE] = handle
     target.__class__ = _patched_class(type(target))  # type: ignore[arg-type]
     try:
@@ -280,6 +285,17 @@ def patch(
         step = functools.partial(handle.original_class.__call__, target)
         handle.compiled = torch.compile(step, **(compile if isinstance(compile, dict) else {}))
     return model
+
+
+def _check_options(num_blocks: Any, memory: Any, kv_dtype: Any) -> None:
+    if num_blocks is not None and (not isinstance(num_blocks, int) or num_blocks < 2):
+        raise ValueError(
+            f"pagedkv: num_blocks must be an int of at least 2 (one is the null block), got {num_blocks!r}"
+        )
+    if memory is not None and (not isinstance(memory, int | float) or memory <= 0):
+        raise ValueError(f"pagedkv: memory must be bytes or a fraction above 0, got {memory!r}")
+    if kv_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"pagedkv: kv_dtype must be None, float32, float16 or bfloat16 of torch, got {kv_dtype!r}")
 
 
 def _probe(model: PreTrainedModel, handle: Patch) -> None:
@@ -319,7 +335,9 @@ def _probe_paged(model: PreTrainedModel, handle: Patch, inputs: dict[str, Any], 
 def _size_pool(model: PreTrainedModel, handle: Patch) -> None:
     options = handle.options
     device = model.get_input_embeddings().weight.device
-    num_blocks = options["num_blocks"] or blocks_for(handle.pool.block_bytes, options["memory"], device)
+    num_blocks = options["num_blocks"]
+    if num_blocks is None:
+        num_blocks = blocks_for(handle.pool.block_bytes, options["memory"], device)
     caching = options["prefix_caching"] and prefix.allowed(model, handle.new_cache(model))
     handle.set_pool(model, num_blocks, caching)
 
