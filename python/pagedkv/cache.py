@@ -66,6 +66,11 @@ class PagedKVCache:
                 "PagedKVCache: num_blocks must be at least 2 (one is the null block), block_size at least 1 and layers "
                 f"not empty, got {num_blocks}, {block_size} and {len(layers)} layers"
             )
+        for spec in layers:
+            if min(spec.num_kv_heads, spec.head_size) < 1 or not spec.dtype.is_floating_point:
+                raise ValueError(
+                    f"PagedKVCache: layers must have at least 1 head of size 1 in a float type, got {spec}"
+                )
         if layout not in ("HND", "NHD"):
             raise ValueError(f"PagedKVCache: layout must be HND or NHD, got {layout}")
         self.num_blocks = num_blocks
