@@ -98,7 +98,7 @@ class Settings:
         self.key = self._key()
         eos = config._eos_token_tensor
         self.eos = frozenset() if eos is None else frozenset(eos.tolist())
-        self.deadline = time.monotonic() + config.max_time if config.max_time else None
+        self.deadline = time.monotonic() + config.max_time if config.max_time is not None else None
         self.criteria = StoppingCriteriaList(criteria)
         if config.stop_strings:
             self.criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
