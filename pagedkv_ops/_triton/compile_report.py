@@ -37,6 +37,7 @@ TARGETS = {
     "sm_100": Target(100, 227 << 10, "UTCHMMA"),
     "small": Target(89, 99 << 10, "HMMA"),
 }
+_REGISTERS = 65536  # of a multiprocessor
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -135,6 +136,9 @@ def problems(arch: str, name: str, launch: Launch, report: Report) -> list[str]:
     found = []
     if report.stack_bytes or report.local_memory_instructions:
         found.append(f"spills: {report.stack_bytes} bytes, {report.local_memory_instructions} instructions")
+    threads = 32 * launch.meta["num_warps"]
+    if report.registers > min(255, _REGISTERS // threads):
+        found.append(f"registers: {report.registers} for each of {threads} threads")
     if report.shared_bytes > target.shared_bytes:
         found.append(f"shared memory: {report.shared_bytes} bytes of {target.shared_bytes}")
     if name.startswith("attention"):

@@ -1,4 +1,4 @@
-"""Runs the Triton ops in a process of their own: Triton's interpreter must be switched on before Triton is imported.
+"""Runs Triton in a process of its own: its interpreter must be switched on, or off, before Triton is imported.
 
 With ``PAGEDKV_TEST_DEVICE=cuda`` the same tests run on the GPU: what a function gets lies there, and what it returns
 comes back to the CPU. Messages are length-prefixed ``torch.save`` bytes, so that views of one storage stay such views.
@@ -43,10 +43,14 @@ def _call_op(name: str, args: Any, options: Any) -> Any:
 
 
 class Kernels:
-    def __init__(self) -> None:
-        env = os.environ | {"PAGEDKV_CPU": "reference", "PYTHONWARNINGS": "ignore"}
-        if DEVICE == "cpu":
-            env["TRITON_INTERPRET"] = "1"
+    def __init__(self, **env: str) -> None:
+        """``env`` adds to the environment; without it the ops are interpreted, or run on the GPU."""
+        defaults = {
+            "PAGEDKV_CPU": "reference",
+            "PYTHONWARNINGS": "ignore",
+            "TRITON_INTERPRET": str(int(DEVICE == "cpu")),
+        }
+        env = os.environ | defaults | env
         command = [sys.executable, "-m", "tests.triton.worker"]
         self._process = subprocess.Popen(command, cwd=_ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
