@@ -9,6 +9,7 @@ import os
 import platform
 import runpy
 import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,7 +24,9 @@ MACHINE_FLAGS = {
     "kernels_avx2.cpp": AVX2,
     "kernels_avx512.cpp": AVX512,
     "kernels_avx512_bf16.cpp": [*AVX512, "-mavx512bf16"],
+    "kernels_avx512_amx.cpp": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
+OPTIONAL = {"kernels_avx512_amx.cpp": "-DPAGEDKV_HAS_AMX"}  # needs GCC 11 or Clang 12; told to the file that chooses
 
 DEFINITIONS = "pagedkv_ops._definitions"
 
@@ -53,6 +56,11 @@ def sources() -> list[str]:
     return [f for f in files if X86 or Path(f).name not in MACHINE_FLAGS]
 
 
+def knows(compiler: str, flags: list[str]) -> bool:
+    command = [compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
 class BuildExtension(build_ext):
     """Compiles each file with its own flags, several at a time."""
 
@@ -77,6 +85,15 @@ class BuildExtension(build_ext):
         if SANITIZE:
             self.build_temp = str(Path(self.build_temp) / SANITIZE)  # never reuse objects of the plain build
             flags += [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer", "-O1", "-g1"]
+
+        for name, definition in OPTIONAL.items():
+            files = [s for s in ext.sources if Path(s).name == name]
+            if not files:
+                continue
+            if knows(compiler, MACHINE_FLAGS[name]):
+                flags.append(definition)
+            else:
+                ext.sources.remove(files[0])
 
         newest_header = max(Path(p).stat().st_mtime for p in ["setup.py", *ext.depends])
 

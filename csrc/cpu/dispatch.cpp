@@ -5,6 +5,12 @@
 
 #include "kernels.h"
 
+#if defined(PAGEDKV_HAS_AMX) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace pagedkv {
 namespace {
 
@@ -12,6 +18,17 @@ struct Candidate {
   const Kernels* table;
   bool supported;
 };
+
+#if defined(PAGEDKV_HAS_AMX) && defined(__linux__)
+// The processor's word is not enough: Linux keeps the tile registers from a process until it asks for them.
+bool may_use_amx() {
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a, b, c, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBf16) && (d & kTile) &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
 
 // Fastest last.
 #if defined(__x86_64__)
@@ -25,6 +42,9 @@ const Candidate* candidates() {
                                    {&kKernelsAvx2, avx2},
                                    {&kKernelsAvx512, avx512},
                                    {&kKernelsAvx512Bf16, avx512_bf16},
+#if defined(PAGEDKV_HAS_AMX) && defined(__linux__)
+                                   {&kKernelsAvx512Amx, avx512_bf16 && may_use_amx()},
+#endif
                                    {nullptr, false}};
   return list;
 }

@@ -80,6 +80,7 @@ extern const Kernels kKernelsBaseline;
 extern const Kernels kKernelsAvx2;
 extern const Kernels kKernelsAvx512;
 extern const Kernels kKernelsAvx512Bf16;
+extern const Kernels kKernelsAvx512Amx;  // only where the compiler knows AMX (PAGEDKV_HAS_AMX)
 #endif
 
 }  // namespace pagedkv

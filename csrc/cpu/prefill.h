@@ -7,15 +7,15 @@
 #pragma once
 
 #include "output.h"
+#include "prefill_amx.h"
 #include "prefill_pack.h"
 #include "prefill_softmax.h"
 
 namespace pagedkv::PAGEDKV_ISA {
 
 // Measured at D 64 .. 576 in float32 and bfloat16: half the key tile costs 4%, because each tile rescales the output.
-// The scores of a strip are 48 KB.
+// The scores of a strip are 48 or 64 KB.
 constexpr int64_t kKeyTile = 256;
-constexpr int64_t kStripRows = 8 * kTileRows;
 constexpr int64_t kScoreStride = kKeyTile + kLanes;  // a power of two would put all rows into the same cache sets
 
 template <class Units>
@@ -27,6 +27,7 @@ class Prefill {
   }
 
   void run() {
+    [[maybe_unused]] const typename Units::Setup setup;
     find_seen_keys();
     load_queries();
     const int64_t first_tile = seen_by_task_.begin / kKeyTile * kKeyTile;
@@ -53,7 +54,7 @@ class Prefill {
   const int64_t depth_ = round_up(num_units_, kLanes);
   const int64_t out_width_ = round_up(args_.value_head_size, kLanes);
   const int64_t num_rows_ = (task_.end - task_.begin) * group_;
-  const int64_t padded_rows_ = round_up(num_rows_, kTileRows);
+  const int64_t padded_rows_ = round_up(num_rows_, Units::kRowStep);
   KeyRange seen_by_task_{0, 0};
 
   float* queries_;           // [padded_rows, depth]
@@ -69,8 +70,11 @@ class Prefill {
   char* zeros_;  // stands for rows that must not be read
 
   static constexpr int64_t kTileUnits = kKeyTile / Units::kElements;
+  static constexpr int64_t kTileRows = Units::kTileRows, kTileColumns = Units::kTileVecs * kLanes;
+  static constexpr int64_t kStripRows = Units::kStripRows;
 
   size_t zeros_size() const { return sizeof(float) * max_of(args_.head_size, args_.value_head_size); }
+  int64_t num_groups() const { return ceil_div(padded_rows_, kTileRows); }
   int64_t token_of(int64_t row) const { return task_.begin + row / group_; }
   int64_t head_of(int64_t row) const { return task_.kv_head * group_ + row % group_; }
   KeyRange in_tile(KeyRange keys, int64_t tile) const {
@@ -105,7 +109,7 @@ size_t Prefill<Units>::carve_scratch(char* base) {
   take(softmax_.sum, padded_rows_);
   take(softmax_.rescale, padded_rows_);
   take(seen_, padded_rows_);
-  take(seen_by_group_, padded_rows_ / kTileRows);
+  take(seen_by_group_, num_groups());
   take(key_rows_, kKeyTile);
   take(value_rows_, kKeyTile);
   take(zeros_, zeros_size());
@@ -120,9 +124,9 @@ void Prefill<Units>::find_seen_keys() {
     all.begin = all.begin < all.end ? min_of(all.begin, keys.begin) : keys.begin;
     all.end = max_of(all.end, keys.end);
   };
-  for (int64_t group = 0; group < padded_rows_ / kTileRows; ++group) {
+  for (int64_t group = 0; group < num_groups(); ++group) {
     seen_by_group_[group] = {0, 0};
-    for (int64_t row = group * kTileRows; row < (group + 1) * kTileRows; ++row) {
+    for (int64_t row = group * kTileRows; row < min_of((group + 1) * kTileRows, padded_rows_); ++row) {
       seen_[row] = row < num_rows_ ? visible_keys(args_, seq_len, query_length, token_of(row)) : KeyRange{0, 0};
       add(seen_by_group_[group], seen_[row]);
     }
@@ -139,6 +143,7 @@ void Prefill<Units>::load_queries() {
   for (int64_t row = 0; row < padded_rows_; ++row) {
     softmax_.maximum[row] = kMinusInfinity;
     softmax_.sum[row] = 0;
+    softmax_.rescale[row] = 1;
   }
   Units::with_source(args_.query_dtype, [&]<class T>() PAGEDKV_LAMBDA {
     for (int64_t row = 0; row < num_rows_; ++row) {
@@ -204,16 +209,20 @@ void Prefill<Units>::prefetch_rows(int64_t tile, int64_t share, int64_t num_shar
 // products would round twice as much as the product of torch.
 template <class Units>
 void Prefill<Units>::multiply_keys(int64_t row, int64_t column, int64_t num_vecs, float* scores) const {
-  constexpr float kOnes[kTileRows] = {1, 1, 1, 1, 1, 1};
-  const int64_t parts = ceil_div(num_units_, 128);
+  constexpr float kOnes[6] = {1, 1, 1, 1, 1, 1};
+  const int64_t num_rows = min_of(kTileRows, padded_rows_ - row);
+  const int64_t parts = num_units_ <= Units::kLongestSum ? 1 : ceil_div(num_units_, Units::kLongestSum);
   for (int64_t part = 0; part < parts; ++part) {
-    const int64_t first = num_units_ * part / parts, depth = num_units_ * (part + 1) / parts - first;
+    const int64_t first = num_units_ * part / parts;
+    const int64_t depth = round_up(num_units_ * (part + 1) / parts - first, Units::kDepthStep);
     const float* queries = queries_ + row * depth_ + first;
     const float* keys = keys_ + column * depth_ + first * kTileColumns;
     if (part == 0) {
-      multiply<Units, false>(num_vecs, depth, queries, depth_, keys, kTileColumns, scores, kScoreStride, nullptr);
+      Units::template multiply<false>(num_rows, num_vecs, depth, queries, depth_, keys, kTileColumns, scores,
+                                      kScoreStride, nullptr);
     } else {
-      multiply<Units, true>(num_vecs, depth, queries, depth_, keys, kTileColumns, scores, kScoreStride, kOnes);
+      Units::template multiply<true>(num_rows, num_vecs, depth, queries, depth_, keys, kTileColumns, scores,
+                                     kScoreStride, kOnes);
     }
   }
 }
@@ -224,27 +233,28 @@ void Prefill<Units>::attend(int64_t tile, int64_t first_row, int64_t last_row) {
   for (int64_t column = 0; column < kKeyTile; column += kTileColumns) {
     for (int64_t row = first_row; row < last_row; row += kTileRows) {
       prefetch_rows(tile + kKeyTile, (row * kKeyTile / kTileRows + column) / kTileColumns,
-                    padded_rows_ / kTileRows * (kKeyTile / kTileColumns));
+                    num_groups() * (kKeyTile / kTileColumns));
       const KeyRange seen = in_tile(seen_by_group_[row / kTileRows], tile);
       if (column >= seen.end || column + kTileColumns <= seen.begin) continue;
       multiply_keys(row, column, ceil_div(min_of(seen.end - column, kTileColumns), kLanes), strip_scores(row) + column);
     }
   }
-  for (int64_t row = first_row; row < last_row; ++row) {
+  for (int64_t row = first_row; row < min_of(last_row, num_rows_); ++row) {
     const KeyRange seen = in_tile(seen_by_group_[row / kTileRows], tile);
     if (seen.begin < seen.end) softmax(tile, seen, row, strip_scores(row));
   }
-  const ColumnTiles tiles{out_width_ / kLanes};
+  const ColumnTiles tiles{out_width_ / kLanes, Units::kTileVecs};
   for (int64_t i = 0; i < tiles.count(); ++i) {
     const int64_t first_vec = tiles.first_vec(i), num_vecs = tiles.first_vec(i + 1) - first_vec;
     for (int64_t row = first_row; row < last_row; row += kTileRows) {
       const KeyRange seen = in_tile(seen_by_group_[row / kTileRows], tile);
       if (seen.begin >= seen.end) continue;
       const int64_t first = seen.begin / (2 * kLanes) * (2 * kLanes) / Units::kElements;
-      multiply<Units, true>(num_vecs, ceil_div(seen.end, Units::kElements) - first, strip_scores(row) + first,
-                            kScoreStride, values_ + (first_vec * kTileUnits + first * num_vecs) * kLanes,
-                            num_vecs * kLanes, out_ + row * out_width_ + first_vec * kLanes, out_width_,
-                            softmax_.rescale + row);
+      const int64_t depth = round_up(ceil_div(seen.end, Units::kElements) - first, Units::kDepthStep);
+      Units::template multiply<true>(min_of(kTileRows, padded_rows_ - row), num_vecs, depth, strip_scores(row) + first,
+                                     kScoreStride, values_ + (first_vec * kTileUnits + first * num_vecs) * kLanes,
+                                     num_vecs * kLanes, out_ + row * out_width_ + first_vec * kLanes, out_width_,
+                                     softmax_.rescale + row);
     }
   }
 }
@@ -271,7 +281,11 @@ inline int64_t prefill_tokens_per_task(const AttentionArgs& args) {
 inline void prefill_task(const AttentionArgs& args, const PrefillTask& task) {
   if constexpr (kHasDotBF16) {
     if (args.query_dtype == DType::kBFloat16 && args.cache_dtype == DType::kBFloat16) {
+#if defined(PAGEDKV_ISA_AMX)
+      return Prefill<BFloat16Tiles>(args, task).run();
+#else
       return Prefill<BFloat16Pairs>(args, task).run();
+#endif
     }
   }
   Prefill<FloatUnits>(args, task).run();

@@ -6,39 +6,15 @@
 
 namespace pagedkv::PAGEDKV_ISA {
 
-struct FloatUnits {
-  static constexpr int kElements = 1;
-  template <class F>
-  static PAGEDKV_INLINE void with_source(DType dtype, const F& f) {  // any type, by conversion
-    with_dtype(dtype, f);
-  }
-  static PAGEDKV_INLINE Vec multiply_add(Vec sum, float a, Vec b) { return fma(broadcast(a), b, sum); }
-};
-
-struct BFloat16Pairs {  // needs kHasDotBF16
-  static constexpr int kElements = 2;
-  template <class F>
-  static PAGEDKV_INLINE void with_source(DType, const F& f) {
-    f.template operator()<BFloat16>();
-  }
-  static PAGEDKV_INLINE Vec multiply_add(Vec sum, float a, Vec b) {
-    return dot_bf16(sum, reinterpret_cast<PairBits>(broadcast(a)), reinterpret_cast<PairBits>(b));
-  }
-};
-
-// A tile of 6 rows fills the registers: 24 sums of 32 registers (6x64 on AVX-512), 12 of 16 (6x16 on AVX2).
-constexpr int kTileRows = 6;
-constexpr int kTileVecs = kRegisters == 32 ? 4 : 2;
-constexpr int64_t kTileColumns = kTileVecs * kLanes;
-
 // c [kTileRows, kVecs * kLanes] = a [kTileRows, depth] x b [depth, kVecs * kLanes], or with kAccumulate
 // c * rescale [kTileRows] + a x b.
 template <class Units, int kVecs, bool kAccumulate>
 __attribute__((noinline)) void multiply_tile(int64_t depth, const float* a, int64_t a_stride, const float* b,
                                              int64_t b_stride, float* c, int64_t c_stride, const float* rescale) {
-  Vec sums[kTileRows][kVecs];
+  constexpr int kRows = Units::kTileRows;
+  Vec sums[kRows][kVecs];
 #pragma GCC unroll 6
-  for (int row = 0; row < kTileRows; ++row) {
+  for (int row = 0; row < kRows; ++row) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
       sums[row][v] = zero();
@@ -50,14 +26,14 @@ __attribute__((noinline)) void multiply_tile(int64_t depth, const float* a, int6
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) b_row[v] = load(b + k * b_stride + v * kLanes);
 #pragma GCC unroll 6
-    for (int row = 0; row < kTileRows; ++row) {
+    for (int row = 0; row < kRows; ++row) {
       const float unit = a[row * a_stride + k];
 #pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) sums[row][v] = Units::multiply_add(sums[row][v], unit, b_row[v]);
     }
   }
 #pragma GCC unroll 6
-  for (int row = 0; row < kTileRows; ++row) {
+  for (int row = 0; row < kRows; ++row) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
       float* target = c + row * c_stride + v * kLanes;
@@ -66,23 +42,58 @@ __attribute__((noinline)) void multiply_tile(int64_t depth, const float* a, int6
   }
 }
 
-// multiply_tile with 1 <= num_vecs <= kTileVecs.
-template <class Units, bool kAccumulate, int kVecs = kTileVecs>
-void multiply(int64_t num_vecs, int64_t depth, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
-              float* c, int64_t c_stride, const float* rescale) {
-  if constexpr (kVecs > 1) {
-    if (num_vecs < kVecs) {
-      return multiply<Units, kAccumulate, kVecs - 1>(num_vecs, depth, a, a_stride, b, b_stride, c, c_stride, rescale);
-    }
-  }
-  multiply_tile<Units, kVecs, kAccumulate>(depth, a, a_stride, b, b_stride, c, c_stride, rescale);
-}
+// What the kernel asks of its units; these multiply in vector registers.
+template <class Units>
+struct VectorUnits {
+  // A tile of 6 rows fills the registers: 24 sums of 32 registers (6x64 on AVX-512), 12 of 16 (6x16 on AVX2).
+  static constexpr int kTileRows = 6;
+  static constexpr int kTileVecs = kRegisters == 32 ? 4 : 2;
+  static constexpr int64_t kRowStep = kTileRows;  // rows are padded to a multiple of it
+  static constexpr int64_t kDepthStep = 1;        // units of the reduced dimension, too
+  static constexpr int64_t kLongestSum = 128;     // a chain of 256 products would round twice as much as torch.mm
+  static constexpr int64_t kStripRows = 8 * kTileRows;
+  struct Setup {};  // lives as long as a task
 
-// Splits the vectors of a row into tiles of at most kTileVecs, evenly: 5 are 3 + 2, because a tile of one vector spends
+  // multiply_tile with num_rows == kTileRows and 1 <= num_vecs <= kTileVecs.
+  template <bool kAccumulate, int kVecs = kTileVecs>
+  static void multiply(int64_t num_rows, int64_t num_vecs, int64_t depth, const float* a, int64_t a_stride,
+                       const float* b, int64_t b_stride, float* c, int64_t c_stride, const float* rescale) {
+    if constexpr (kVecs > 1) {
+      if (num_vecs < kVecs) {
+        return multiply<kAccumulate, kVecs - 1>(num_rows, num_vecs, depth, a, a_stride, b, b_stride, c, c_stride,
+                                                rescale);
+      }
+    }
+    multiply_tile<Units, kVecs, kAccumulate>(depth, a, a_stride, b, b_stride, c, c_stride, rescale);
+  }
+};
+
+struct FloatUnits : VectorUnits<FloatUnits> {
+  static constexpr int kElements = 1;
+  template <class F>
+  static PAGEDKV_INLINE void with_source(DType dtype, const F& f) {  // any type, by conversion
+    with_dtype(dtype, f);
+  }
+  static PAGEDKV_INLINE Vec multiply_add(Vec sum, float a, Vec b) { return fma(broadcast(a), b, sum); }
+};
+
+struct BFloat16Pairs : VectorUnits<BFloat16Pairs> {  // needs kHasDotBF16
+  static constexpr int kElements = 2;
+  template <class F>
+  static PAGEDKV_INLINE void with_source(DType, const F& f) {
+    f.template operator()<BFloat16>();
+  }
+  static PAGEDKV_INLINE Vec multiply_add(Vec sum, float a, Vec b) {
+    return dot_bf16(sum, reinterpret_cast<PairBits>(broadcast(a)), reinterpret_cast<PairBits>(b));
+  }
+};
+
+// Splits the vectors of a row into tiles of at most max_vecs, evenly: 5 are 3 + 2, because a tile of one vector spends
 // its time on loads.
 struct ColumnTiles {
   int64_t num_vecs;
-  PAGEDKV_INLINE int64_t count() const { return ceil_div(num_vecs, kTileVecs); }
+  int64_t max_vecs;
+  PAGEDKV_INLINE int64_t count() const { return ceil_div(num_vecs, max_vecs); }
   PAGEDKV_INLINE int64_t first_vec(int64_t tile) const { return num_vecs * tile / count(); }
 };
 

@@ -38,12 +38,13 @@ PAGEDKV_INLINE void transpose(Vec (&rows)[kLanes]) {
   if constexpr (kDistance > 1) transpose<kDistance / 2>(rows);
 }
 
-// keys[first, last), multiples of kLanes -> packed [key / kTileColumns][depth][kTileColumns]. depth is a multiple of
-// kLanes; units behind the head size are 0.
+// keys[first, last), multiples of kLanes -> packed [key / kColumns][depth][kColumns], kColumns those of a tile. depth
+// is a multiple of kLanes; units behind the head size are 0.
 template <class Units, class T>
 void pack_keys(const char* const* keys, int64_t first, int64_t last, int64_t head_size, int64_t depth, float* packed) {
+  constexpr int64_t kColumns = Units::kTileVecs * kLanes;
   for (int64_t key = first; key < last; key += kLanes) {
-    float* target = packed + key / kTileColumns * kTileColumns * depth + key % kTileColumns;
+    float* target = packed + key / kColumns * kColumns * depth + key % kColumns;
     for (int64_t unit = 0; unit < depth; unit += kLanes) {
       Vec rows[kLanes];
 #pragma GCC unroll 16
@@ -52,7 +53,7 @@ void pack_keys(const char* const* keys, int64_t first, int64_t last, int64_t hea
       }
       transpose(rows);
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) store(target + (unit + i) * kTileColumns, rows[i]);
+      for (int i = 0; i < kLanes; ++i) store(target + (unit + i) * kColumns, rows[i]);
     }
   }
 }
@@ -76,7 +77,7 @@ PAGEDKV_INLINE Vec load_value_units(const char* const* values, int64_t unit, int
 template <class Units, class T>
 void pack_values(const char* const* values, int64_t first, int64_t last, int64_t value_size, int64_t max_units,
                  float* packed) {
-  const ColumnTiles tiles{ceil_div(value_size, kLanes)};
+  const ColumnTiles tiles{ceil_div(value_size, kLanes), Units::kTileVecs};
   for (int64_t unit = first / Units::kElements; unit < last / Units::kElements; ++unit) {
     for (int64_t tile = 0; tile < tiles.count(); ++tile) {
       const int64_t first_vec = tiles.first_vec(tile), num_vecs = tiles.first_vec(tile + 1) - first_vec;
