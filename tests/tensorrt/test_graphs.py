@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import pagedkv_ops
 from pagedkv.integrations.torch_tensorrt import UnsafePagedGraphError
 
-from .compiling import export_and_compile, torch_compile
+from .compiling import compile_error, export_and_compile, torch_compile
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE = 5, 4, 2, 16
 CACHE_SHAPE = (NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
@@ -177,35 +177,6 @@ def test_views_of_one_pool_inside_the_graph(installed: None, path: str, fast: bo
 
 
 @BOTH_PATHS
-def test_views_of_one_pool_outside_the_graph(installed: None, path: str) -> None:
-    def pools() -> tuple[Tensor, ...]:
-        pool = torch.zeros(2, *CACHE_SHAPE)
-        return pool[0], pool[1]
-
-    check_three_steps(path, write_then_attend, pools)
-
-
-def test_overlapping_views_outside_the_graph_are_refused(installed: None) -> None:
-    def function(
-        key_cache: Tensor,
-        value_cache: Tensor,
-        pool: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        slots: Tensor,
-        table: Tensor,
-    ) -> Tensor:
-        pagedkv_ops.write_kv(key * 2, value, key_cache, value_cache, slots)
-        return attend(query, pool[0], pool[1], slots, table)
-
-    pool = torch.zeros(2, *CACHE_SHAPE)
-    error = _compile_error(torch_compile(Call(function)), (pool[0], pool[1], pool, *new_tokens(0)))
-    assert "are views of one pool that overlap" in str(error)
-    assert not pool.any()
-
-
-@BOTH_PATHS
 def test_a_cache_that_other_ops_write_too_is_refused(installed: None, path: str) -> None:
     def function(
         key_cache: Tensor, value_cache: Tensor, query: Tensor, key: Tensor, value: Tensor, slots: Tensor, table: Tensor
@@ -218,7 +189,7 @@ def test_a_cache_that_other_ops_write_too_is_refused(installed: None, path: str)
     step = (
         torch_compile(Call(function)) if path == "compile" else lambda *args: export_and_compile(Call(function), args)
     )
-    assert "by something else in one graph" in str(_compile_error(step, args))
+    assert "by something else in one graph" in str(compile_error(step, args))
 
 
 @PARTITIONERS
@@ -228,16 +199,6 @@ def test_full_compilation_is_refused_with_the_ops_in_the_way(installed: None, fa
         export_and_compile(Call(write_then_attend), (*separate(), *new_tokens(0)), **options)
     ops = "pagedkv.paged_attention.default, pagedkv.write_kv.default"
     assert f"require_full_compilation=True can not hold: {ops} run in PyTorch" in str(caught.value)
-
-
-def _compile_error(step: Callable[..., Any], args: tuple[Any, ...]) -> BaseException:
-    from torch._dynamo.exc import BackendCompilerFailed
-
-    with pytest.raises((UnsafePagedGraphError, BackendCompilerFailed)) as caught:
-        step(*args)
-    error: BaseException = getattr(caught.value, "inner_exception", caught.value)
-    assert isinstance(error, UnsafePagedGraphError)
-    return error
 
 
 def test_paged_ops_stay_out_of_engines(installed: None) -> None:

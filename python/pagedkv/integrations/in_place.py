@@ -119,7 +119,7 @@ def home_of(value: Node) -> Node:
     return value
 
 
-def _is_view(node: Node) -> bool:
+def is_view(node: Node) -> bool:
     target = node.target
     return target is _RESHAPE_COPY or (isinstance(target, torch._ops.OpOverload) and target.is_view)
 
@@ -135,7 +135,7 @@ def _readers(value: Node) -> Iterator[Node]:
     """Nodes whose value depends on the content of ``value``, through views and the parts of tuples."""
     for user in value.users:
         result = user.meta.get("val")
-        if _is_view(user) or (isinstance(result, (tuple, list)) and user.target not in _WRITES):
+        if is_view(user) or (isinstance(result, (tuple, list)) and user.target not in _WRITES):
             yield from _readers(user)
         elif not isinstance(result, (int, torch.SymInt)):  # sizes and strides are no content
             yield user
@@ -162,7 +162,8 @@ def _pending_readers(base: Node, write: Node, order: dict[Node, int]) -> list[No
 
 
 def _is_dead(node: Node) -> bool:
-    return not node.users and not node.is_impure()
+    # a module without users: torch.export's guards, which take every input and look at sizes alone
+    return not node.users and (node.op == "call_module" or not node.is_impure())
 
 
 def ancestors(node: Node) -> set[Node]:
@@ -198,19 +199,19 @@ def _keep_views_in_torch(graph: Graph) -> None:
     for node in graph.nodes:
         if paged_op(node) and node.target not in _WRITES:
             for view in node.all_input_nodes:
-                if _is_view(view) and _view_root(view).op in ("placeholder", "get_attr"):
+                if is_view(view) and _view_root(view).op in ("placeholder", "get_attr"):
                     node.replace_input_with(view, _view_in_torch(graph, view))
 
 
 def _view_root(value: Node) -> Node:
-    while _is_view(value):
+    while is_view(value):
         value = home_of(value.all_input_nodes[0])
     return home_of(value)
 
 
 def _view_in_torch(graph: Graph, view: Node) -> Node:
     base = view.all_input_nodes[0]
-    source = _view_in_torch(graph, base) if _is_view(base) else base
+    source = _view_in_torch(graph, base) if is_view(base) else base
     op: Any = torch.ops.aten.reshape.default if view.target is _RESHAPE_COPY else view.target
     with graph.inserting_before(view):
         new = graph.call_function(in_torch, (op, *view.args), dict(view.kwargs))

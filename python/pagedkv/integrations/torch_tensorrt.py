@@ -6,24 +6,33 @@ the writes, for ``torch_tensorrt.dynamo.compile`` and for ``torch.compile(backen
 
 Give the caches as inputs where other code uses them too: a buffer that a module writes belongs to the compiled module
 alone afterwards, because ``dynamo.compile`` clones it. As inputs it takes contiguous tensors only:
-``PagedKVCache(..., layout="NHD")``. Writes of other ops into inputs are lost, as without this module.
+``PagedKVCache(..., layout="NHD")``. Writes of other ops into inputs are lost, as without this module. Views of one pool
+are seen in the example inputs alone; give calls of a compiled module no others.
+
+``torch_tensorrt.save`` keeps the writes with its default, ``retrace=True``; to load what it saved, ``pagedkv_ops`` is
+enough.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import operator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from .aliasing import ranges_meet, share_elements
 from .in_place import (
     UnsafePagedGraphError,
     ancestors,
     home_of,
+    in_torch,
+    is_view,
     keep_writes_in_place,
     paged_op,
     write_in_place,
@@ -46,35 +55,61 @@ def install() -> None:
     * UnsafePagedGraphError: the graph can not keep its writes in place, or ``require_full_compilation`` was asked for a
       graph with paged ops. ``torch.compile`` wraps it in its BackendCompilerFailed.
 
+    ``torch_tensorrt.save(..., retrace=False)`` raises it for a module with paged writes.
+
     Raises:
         ImportError: torch_tensorrt is missing or can not load.
     """
-    backends, passes = _torch_tensorrt()
+    hooks = _torch_tensorrt()
+    passes = hooks.post_lowering
     if any(_is_ours(lowering_pass) for lowering_pass in passes):
         return
     removal = [lowering_pass.__name__ for lowering_pass in passes].index("remove_num_users_is_0_nodes")
     passes.insert(removal + 1, release_paged_writes)
     passes.insert(removal, hold_paged_writes)
     passes.insert(0, keep_paged_writes)
-    backends._pretraced_backend = _keeping_writes(backends._pretraced_backend)
+    hooks.pre_lowering.insert(0, refuse_overlapping_inputs)
+    hooks.backends._pretraced_backend = _keeping_writes(hooks.backends._pretraced_backend)
+    for module in hooks.exporters:
+        module.export = _retracing(module.export)
 
 
 def uninstall() -> None:
     """Undo :func:`install`; modules that were compiled in between keep their writes."""
-    backends, passes = _torch_tensorrt()
-    passes[:] = [lowering_pass for lowering_pass in passes if not _is_ours(lowering_pass)]
-    backends._pretraced_backend = getattr(backends._pretraced_backend, "__wrapped__", backends._pretraced_backend)
+    hooks = _torch_tensorrt()
+    for passes in (hooks.pre_lowering, hooks.post_lowering):
+        passes[:] = [lowering_pass for lowering_pass in passes if not _is_ours(lowering_pass)]
+    hooks.backends._pretraced_backend = _stock(hooks.backends._pretraced_backend)
+    for module in hooks.exporters:
+        module.export = _stock(module.export)
 
 
-def _torch_tensorrt() -> tuple[Any, list[Any]]:
+@dataclass(frozen=True)
+class _Hooks:
+    """What of Torch-TensorRT is changed: lists of passes, and modules whose functions are wrapped."""
+
+    backends: Any
+    pre_lowering: list[Any]
+    post_lowering: list[Any]
+    exporters: tuple[Any, ...]
+
+
+def _torch_tensorrt() -> _Hooks:
     try:
+        from torch_tensorrt import dynamo
+        from torch_tensorrt.dynamo import _exporter
         from torch_tensorrt.dynamo.backend import backends
-        from torch_tensorrt.dynamo.lowering.passes._aten_lowering_pass import ATEN_POST_LOWERING_PASSES
+        from torch_tensorrt.dynamo.lowering.passes import _aten_lowering_pass as lowering
     except ImportError as error:
         raise ImportError(
             f"pagedkv: torch_tensorrt can not be imported ({error}); install it with pip install 'pagedkv[tensorrt]'"
         ) from error
-    return backends, ATEN_POST_LOWERING_PASSES.passes
+    pre_lowering, post_lowering = lowering.ATEN_PRE_LOWERING_PASSES, lowering.ATEN_POST_LOWERING_PASSES
+    return _Hooks(backends, pre_lowering.passes, post_lowering.passes, (dynamo, _exporter))
+
+
+def _stock(function: Any) -> Any:
+    return getattr(function, "__wrapped__", function)
 
 
 def _is_ours(lowering_pass: Any) -> bool:
@@ -130,6 +165,43 @@ def _roots_of_writes(graph: Graph) -> set[Node]:
             written = written_arguments(node)
             roots.update(written, *map(ancestors, written))
     return roots
+
+
+def _retracing(export: Any) -> Any:
+    """The legacy exporter of torch_tensorrt.save takes the graph as it is, and only ops can be serialised."""
+
+    @functools.wraps(export)
+    def exporting(gm: GraphModule, *args: Any, use_legacy_exporter: bool | None = False, **kwargs: Any) -> Any:
+        if use_legacy_exporter and _calls_ours(gm):
+            raise UnsafePagedGraphError("a module with paged writes can only be saved with retrace=True")
+        return export(gm, *args, use_legacy_exporter=use_legacy_exporter, **kwargs)
+
+    return exporting
+
+
+def _calls_ours(gm: GraphModule) -> bool:
+    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
+    return any(node.target in (write_in_place, in_torch) for graph in graphs for node in graph.nodes)
+
+
+def refuse_overlapping_inputs(gm: GraphModule, settings: Any) -> GraphModule:
+    """dynamo.compile, before the decompositions: they fail on written views of one pool without naming them.
+
+    They take views for separate ones only where address ranges are disjoint.
+    """
+    inputs = _tensor_inputs(gm.graph, "val")
+    written = {_origin(value) for node in gm.graph.nodes if paged_op(node) for value in written_arguments(node)}
+    for cache in (node for node in inputs if node in written):
+        for other in inputs:
+            if other is not cache and ranges_meet(cache.meta["val"], other.meta["val"]):
+                raise _overlap(cache, other, "overlap or interleave")
+    return gm
+
+
+def _origin(value: Node) -> Node:
+    while is_view(value) or value.target is operator.getitem:
+        value = value.all_input_nodes[0]
+    return value
 
 
 def keep_paged_writes(gm: GraphModule, settings: Any) -> GraphModule:
@@ -221,22 +293,12 @@ def _inputs_behind_clones(graph: Graph) -> dict[Node, Node]:
 def _refuse_other_names(written: Node, graph: Graph) -> None:
     """A reader of the same memory through another input would not be ordered after the write."""
     for other in graph.find_nodes(op="placeholder"):
-        if other is not written and other.users and _share_elements(written.meta["val"], other.meta.get("val")):
-            raise UnsafePagedGraphError(
-                f"inputs {written} and {other} are views of one pool that overlap, and a paged op writes {written}; "
-                "pass the pool once and take its views inside the model"
-            )
+        if other is not written and other.users and share_elements(written.meta["val"], other.meta.get("val")):
+            raise _overlap(written, other, "overlap")
 
 
-def _share_elements(a: Tensor, b: Any) -> bool:
-    """Exact for views of equal shape and strides; others of one storage count as overlapping."""
-    if not isinstance(b, Tensor) or a.untyped_storage()._cdata != b.untyped_storage()._cdata:
-        return False
-    if a.shape != b.shape or a.stride() != b.stride():
-        return True
-    distances = {a.storage_offset() - b.storage_offset()}
-    for stride, size in sorted(zip(a.stride(), a.shape, strict=True), reverse=True):
-        # the smaller strides together reach less than one step of this one: only its two nearest multiples can work
-        steps = {(d, step) for d in distances for step in (d // stride, d // stride + 1)}
-        distances = {d - step * stride for d, step in steps if abs(step) < size}
-    return 0 in distances
+def _overlap(written: Node, other: Node, how: str) -> UnsafePagedGraphError:
+    return UnsafePagedGraphError(
+        f"inputs {written} and {other} are views of one pool that {how}, and a paged op writes {written}; "
+        "pass the pool once and take its views inside the model"
+    )
