@@ -24,7 +24,7 @@ from .block_table import BlockTable
 from .errors import InvalidArgumentError
 from .hf.cache import PagedCache
 from .hf.layers import PAGED
-from .hf.patch import Patch
+from .hf.methods import Patch
 from .hf.pool import Pool
 from .hf.prefix import dependence
 from .hf.sizing import blocks_for

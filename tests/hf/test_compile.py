@@ -6,6 +6,8 @@ test goes through Inductor.
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import torch._dynamo
@@ -14,6 +16,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 import pagedkv
+import pagedkv.hf
 
 BATCHES = [ragged([5, 9, 3]), ragged([7, 2]), ragged([8, 8, 1, 4], seed=2), ragged([5, 9, 3], seed=5)]
 
@@ -38,7 +41,7 @@ def auto_compile():
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt_oss"])
-@pytest.mark.parametrize("way", ["patch", "generate", "forward"])
+@pytest.mark.parametrize("way", ["patch", "generate", "forward", "module"])
 def test_graphs(family, way):
     model = tiny(family, num_hidden_layers=3)
     options = {"max_new_tokens": 12, "do_sample": False}
@@ -48,15 +51,56 @@ def test_graphs(family, way):
         options |= auto_compile()
     elif way == "forward":
         model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
+    elif way == "module":
+        model.compile(fullgraph=True, backend="eager")
     graphs = []
     for batch, tokens in zip(BATCHES, expected, strict=True):
         assert torch.equal(model.generate(**batch, **options), tokens)
         graphs.append(num_graphs())
-    if way == "forward":  # prefill is compiled too, with its own shapes
+    if way in ("forward", "module"):  # prefill is compiled too, with its own shapes
         assert graphs[-1] <= 5
     else:
         assert graphs == [1, 2, 2, 2]  # batch 3; any batch; nothing new
     assert pagedkv.pool(model).used_blocks == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("way", ["wrapped", "forward", "inlined"])
+def test_explicit_cache_outside_generate(family, way):
+    """The user's own decode loop: one graph of the prompt, one of every later step."""
+    model = tiny(family)
+    ids = torch.randint(2, 128, (2, 30), generator=torch.Generator().manual_seed(0))
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    with torch.no_grad():
+        expected = model(ids).logits
+    pagedkv.patch(model, num_blocks=64, block_size=4)
+    call = model
+    if way == "wrapped":
+        call = torch.compile(model, backend="eager", fullgraph=True)
+    elif way == "forward":
+        model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    else:  # leaves the compiled function for the planning, once
+        call = torch.compile(lambda ids, **kwargs: model(ids, **kwargs), backend="eager")
+    cache = pagedkv.PagedCache(model.config, pool=pagedkv.pool(model))
+    with torch.no_grad():
+        logits = [call(ids[:, :6], **{name: cache}).logits]
+        logits += [call(ids[:, i : i + 1], **{name: cache}).logits for i in range(6, 30)]
+    torch.testing.assert_close(torch.cat(logits, 1), expected, atol=1e-4, rtol=0)
+    assert pagedkv.pool(model).used_blocks > 0
+    assert pagedkv.hf.support.modes(cache) == ["paged"] * 3
+    if way == "inlined":
+        counters["graph_break"].clear()
+    assert num_graphs() == 2
+
+
+def test_a_cache_that_nobody_plans_for_is_refused_by_name():
+    model = tiny("llama")
+    model.set_attn_implementation("pagedkv")
+    cache = pagedkv.PagedCache(model.config, num_blocks=16)
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad(), pytest.raises(torch._dynamo.exc.Unsupported, match=r"pagedkv.patch\(model\)"):
+        compiled(torch.tensor([[5, 6, 7]]), **{name: cache})
 
 
 def test_lengths_1_to_300():
@@ -79,3 +123,19 @@ def test_inductor_after_other_batches():
         assert torch.equal(model.generate(**batch, max_new_tokens=n, do_sample=False), tokens)
         assert pagedkv.pool(model).used_blocks == 0
     assert num_graphs() == 2
+
+
+def test_changed_weights_are_not_those_of_the_compiled_step():
+    """On CPU Inductor takes the weights for constants."""
+    model = tiny("gemma3_text", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    inputs, options = ragged([3, 8]), {"max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(**inputs, **options)
+    pagedkv.patch(model, block_size=4, num_blocks=64, compile=True)
+    assert torch.equal(model.generate(**inputs, **options), expected)
+    assert num_graphs() == 1
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(-1.5)
+    changed = model.generate(**inputs, **options)
+    assert num_graphs() == 2
+    assert torch.equal(changed, pagedkv.unpatch(model).generate(**inputs, **options))
+    assert not torch.equal(changed, expected)

@@ -44,6 +44,9 @@ def test_greedy(family, side):
         {"do_sample": True, "num_beams": 2},
         {"prefill_chunk_size": 4},
         {"repetition_penalty": 1.3},
+        {"logits_processor": [lambda ids, scores: scores.index_fill(1, ids[:, -1] % 7, -1e9)]},
+        {"stopping_criteria": [lambda ids, scores, **_: (ids[:, -3:] % 3 == 0).any(1)]},
+        {"cache_implementation": "dynamic"},
         {"use_cache": False},
     ],
     ids=str,
@@ -58,3 +61,18 @@ def test_options(family, options):
         return
     native, paged = both(model, inputs, max_new_tokens=14, **{"do_sample": False, **options})
     assert torch.equal(native, paged)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_batched_chat_with_padding_inside_rows(family):
+    """Natively a window counts such padding as tokens, so the oracle is each row alone."""
+    model = tiny(family)
+    ids = torch.randint(2, 128, (2, 16), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, 5:9] = 0  # a shorter answer before the second question
+    mask[1, :2] = 0
+    options = {"max_new_tokens": 12, "do_sample": False}
+    alone = [model.generate(row[real.bool()][None], **options)[0, -12:] for row, real in zip(ids, mask, strict=True)]
+    pagedkv.patch(model, block_size=4, num_blocks=64)
+    out = model.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(out[:, 16:], torch.stack(alone))

@@ -209,11 +209,6 @@ def test_other_paths_stay_native(model, inputs):
     )
     assert torch.equal(generate(model, inputs, **{name: DynamicCache(config=model.config)}), expected[0])
     assert torch.equal(model(**inputs).logits, expected[1])
-    model.train()
-    model.gradient_checkpointing_enable()
-    loss = model(**inputs, labels=inputs["input_ids"]).loss
-    loss.backward()
-    assert model.get_input_embeddings().weight.grad.abs().sum() > 0
     assert pagedkv.pool(model).peak_used_blocks == 0
 
 
@@ -249,17 +244,6 @@ def test_parameter_types_may_change_after_patch(inputs):
     out = generate(model, inputs)
     pagedkv.unpatch(model)
     assert (out == generate(model, inputs)).float().mean() > 0.8
-
-
-def test_lora(inputs):
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(
-        tiny("llama"), peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    )
-    expected = generate(model, inputs)
-    pagedkv.patch(model, num_blocks=64)
-    assert torch.equal(generate(model, inputs), expected)
-    assert pagedkv.pool(model).peak_used_blocks > 0
 
 
 def test_streamer_sees_the_same_tokens(model, inputs):

@@ -13,6 +13,7 @@ import pagedkv_ops
 from ..cache import LayerSpec
 from .state import PagedState, Step
 from .tags import TAG
+from .tracing import untraced
 
 UNDECIDED, PAGED, GATHERED = "undecided", "paged", "gathered"
 
@@ -46,6 +47,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         return self.mode == PAGED
 
+    @untraced
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         dtype = self.state.pool.kv_dtype or key_states.dtype
         heads, head_size, v_head_size = key_states.shape[1], key_states.shape[3], value_states.shape[3]
@@ -62,11 +64,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [B, Hkv, L, D] keys and [B, Hkv, L, Dv] values; what the attention of this layer shall read."""
         if self.done or self.state.forward_length != key_states.shape[2]:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(
-                    "PagedCache: a compiled forward must be planned before it runs: call the model through generate(), "
-                    "or compile with pagedkv.patch(model, compile=True)"
-                )
             # the model neither asked for a mask nor came through a patched forward: it masks by columns itself
             self.state.plan(None, key_states.shape[0], key_states.shape[2], dense=True)
         if self.step is None:

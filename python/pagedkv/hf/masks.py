@@ -14,6 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 
 from .state import PagedState
 from .tags import TAG
+from .tracing import untraced
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ def _free_variable(function: Callable[..., Any], qualname: str, variable: str) -
     return values[variable].cell_contents if variable in values else None
 
 
+@untraced
 def paged_mask(
     batch_size: int,
     q_length: int,

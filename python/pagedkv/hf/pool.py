@@ -100,8 +100,9 @@ class Pool:
         table = self._static.get(key)
         if table is None:
             table = self._static[key] = BlockTable(batch, self.table_width, batch, self.block_size, device=device)
-            for tensor in table.tensors.values():
-                torch._dynamo.mark_static_address(tensor)
+            if device.type == "cuda":  # for CUDA graphs; on CPU freezing would take them for constants
+                for tensor in table.tensors.values():
+                    torch._dynamo.mark_static_address(tensor)
         is_new = self._owners.get(key) is not owner
         self._owners[key] = owner
         return table, is_new

@@ -50,6 +50,11 @@ def _values(parameters: Any, name: str) -> list[Any]:
     return found + [item for value in parameters.values() for item in _values(value, name)]
 
 
+def weights_of(model: torch.nn.Module) -> tuple[tuple[int, int], ...]:
+    """Differs once a parameter was written in place or replaced, but for writes through ``.data``."""
+    return tuple((parameter.data_ptr(), parameter._version) for parameter in model.parameters())
+
+
 class PrefixKeys:
     """What enters the identity of a prefix besides its tokens: weights and active adapters."""
 
@@ -61,7 +66,7 @@ class PrefixKeys:
         self._generation += 1
 
     def current(self, model: torch.nn.Module) -> list[tuple[str, Any]]:
-        weights = tuple((p.data_ptr(), p._version) for p in model.parameters())
+        weights = weights_of(model)
         if weights != self._weights:
             self._weights = weights
             self._generation += 1

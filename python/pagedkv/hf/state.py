@@ -13,6 +13,7 @@ from torch import Tensor
 from .packing import Packing
 from .pool import Pool
 from .rows import Ints, Rows
+from .tracing import untraced
 
 Bools = NDArray[np.bool_]
 
@@ -87,6 +88,7 @@ class PagedState:
             self._fill_step(step, group, device)
         return step
 
+    @untraced
     def plan(self, attention_mask: Tensor | None, batch: int, query_length: int, dense: bool = False) -> None:
         """Give the next ``query_length`` columns their slots and fill the steps. A repeated call changes nothing.
 
