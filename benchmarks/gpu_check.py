@@ -125,7 +125,7 @@ def build(budget: Budget) -> Record:
 
 def run_tests(budget: Budget) -> Record:
     """The Triton tests on the device in place of the interpreter, and those that only a device can run."""
-    files = [f"tests/triton/test_{name}.py" for name in ("device", "attention", "ops")]
+    files = [f"tests/triton/test_{name}.py" for name in ("device", "attention", "append", "ops")]
     # without the project's options and settings: the plugins that they name may be missing on a borrowed machine
     bare = ["-o", "addopts=", "--noconftest", "-p", "tests.triton.conftest"]
     command = [sys.executable, "-m", "pytest", "-q", "-x", *bare, *files]

@@ -4,9 +4,10 @@ Under ``TRITON_INTERPRET=1``, set before Triton is imported, they run on CPU ten
 """
 
 from .attention import paged_attention, paged_attention_append, paged_attention_with_lse
-from .blocks import copy_blocks, swap_blocks
+from .blocks import copy_blocks
 from .gathering import gather_kv
 from .states import merge_states
+from .swapping import swap_blocks
 from .writing import write_kv
 
 __all__ = [

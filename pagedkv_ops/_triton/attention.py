@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from .. import checks
 from . import config, debug, writing
-from .attention_kernel import attention_kernel, combine_kernel
+from .attention_kernel import attention_kernel
 from .launch import TL_DTYPES, launch
+from .splits import combine
 
 _LOG2E = 1.4426950408889634
-_MAX_POSITION = 2**31 - 1024  # positions are int32 in the kernel, up to one tile past the end
-_COMBINE_CHUNK = 16
+_MOST_FUSED = 128  # tokens whose slots every program compares with those of its keys
+_WIDEST_FUSED = 512  # wider heads would spill registers
 
 
 def _attend(
@@ -27,6 +27,37 @@ def _attend(
     cu_seqlens_q: Tensor | None = None,  # [B+1]
     *,
     with_lse: bool,
+    num_splits: int = 0,
+    new: tuple[Tensor, Tensor, Tensor] | None = None,  # key, value, slot_mapping to write in the same launch
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    num_tokens, num_heads, _ = query.shape
+    out = query.new_empty(num_tokens, num_heads, value_cache.size(3))
+    lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32) if with_lse else None
+    if query.numel() == 0:
+        return out, lse
+    plan = config.plan(query, key_cache, value_cache, block_table, cu_seqlens_q is not None, num_splits)
+    part, part_lse = out, lse
+    if plan.num_splits > 1:
+        part = query.new_empty(num_tokens, num_heads, plan.num_splits, value_cache.size(3), dtype=torch.float32)
+        part_lse = query.new_empty(num_tokens, num_heads, plan.num_splits, dtype=torch.float32)
+    indices = (block_table, seq_lens.contiguous(), None if cu_seqlens_q is None else cu_seqlens_q.contiguous())
+    _launch(plan, query, key_cache, value_cache, indices, part, part_lse, new, **options)
+    if plan.num_splits > 1:
+        combine(part, part_lse, out, lse)
+    return out, lse
+
+
+def _launch(
+    plan: config.Plan,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    indices: tuple[Tensor, Tensor, Tensor | None],
+    part: Tensor,
+    part_lse: Tensor | None,
+    new: tuple[Tensor, Tensor, Tensor] | None,
+    *,
     scale: float | None = None,
     causal: bool = True,
     window_left: int = -1,
@@ -34,110 +65,38 @@ def _attend(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    num_splits: int = 0,
-) -> tuple[Tensor, Tensor | None]:
-    num_tokens, num_heads, head_size = query.shape
-    num_blocks, block_size, num_kv_heads, v_head_size = value_cache.shape
-    batch, table_width = block_table.shape
-    out = query.new_empty(num_tokens, num_heads, v_head_size)
-    lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32) if with_lse else None
-    if query.numel() == 0:
-        return out, lse
-    group = num_heads // num_kv_heads
-    compute = torch.promote_types(query.dtype, key_cache.dtype)
-    arch, num_sms = config.device(query)
-    invariant = num_splits == 1
-    tiles = config.attention_config(
-        arch, num_tokens, batch, group, max(head_size, v_head_size), compute.itemsize, invariant
-    )
-    packed = cu_seqlens_q is not None
-    tile_heads = min(group, tiles.block_m)
-    tile_tokens = tiles.block_m // tile_heads if packed else 1
-    num_tiles = num_tokens // tile_tokens + batch + 1 if packed else num_tokens
-    grid_heads = num_kv_heads * triton.cdiv(group, tile_heads)
-    capacity = min(table_width * block_size, _MAX_POSITION)
-    if num_splits == 0:
-        num_splits = config.num_splits(num_tiles * grid_heads, capacity, num_sms * tiles.blocks_per_sm)
-    num_splits = min(num_splits, config.MAX_SPLITS)
-    split = num_splits > 1
-    part, part_lse = out, lse
-    if split:
-        part = query.new_empty(num_tokens, num_heads, num_splits, v_head_size, dtype=torch.float32)
-        part_lse = query.new_empty(num_tokens, num_heads, num_splits, dtype=torch.float32)
-    scale = head_size**-0.5 if scale is None else scale
+    **_: Tensor | None,  # scales of quantised caches, which the checks refuse
+) -> None:
+    block_table, _, cu_seqlens_q = indices
+    of_heads = (None if tensor is None else tensor.contiguous() for tensor in (alibi_slopes, sinks))
+    scale = query.size(2) ** -0.5 if scale is None else scale
+    strides = (*query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], *block_table.stride())
+    num_slots = 0 if new is None else new[2].size(0)
+    sizes = (query.size(0), block_table.size(0), key_cache.size(0), plan.capacity, plan.num_splits, num_slots)
+    windows = (min(window_left, config.MAX_POSITION), min(window_right, config.MAX_POSITION))
+    scales = (scale / softcap if softcap else scale * _LOG2E, softcap * _LOG2E)
     launch(
         attention_kernel,
-        (num_tiles, grid_heads, num_splits),
+        plan.grid,
         query,
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        seq_lens.contiguous(),
-        cu_seqlens_q.contiguous() if packed else None,
-        None if alibi_slopes is None else alibi_slopes.contiguous(),
-        None if sinks is None else sinks.contiguous(),
-        part,
-        part_lse,
-        query.stride(0),
-        query.stride(1),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        *block_table.stride(),
-        num_tokens,
-        batch,
-        num_blocks,
-        capacity,
-        num_splits,
-        min(window_left, _MAX_POSITION),
-        min(window_right, _MAX_POSITION),
-        scale / softcap if softcap else scale * _LOG2E,
-        softcap * _LOG2E,
-        NUM_HEADS=num_heads,
-        GROUP=group,
-        BLOCK_SIZE=block_size,
-        D=head_size,
-        DV=v_head_size,
-        PACKED=packed,
+        *(query, key_cache, value_cache, *indices, *of_heads, None if new is None else _with_strides(*new)),
+        *(part, part_lse, *strides, *sizes, *windows, *scales),
+        PACKED=cu_seqlens_q is not None,
+        APPEND=new is not None,
         CAUSAL=causal,
         WINDOW_LEFT=window_left >= 0,
         WINDOW_RIGHT=window_right >= 0,
         SOFTCAP=softcap > 0,
         ALIBI=alibi_slopes is not None,
         SINKS=sinks is not None,
-        SPLIT=split,
         STORE_LSE=part_lse is not None,
-        ONE_LOOP=invariant,
-        COMPUTE=TL_DTYPES[compute],
-        TILE_HEADS=tile_heads,
-        TILE_TOKENS=tile_tokens,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_D=config.padded(head_size),
-        BLOCK_DV=config.padded(v_head_size),
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        COMPUTE=TL_DTYPES[torch.promote_types(query.dtype, key_cache.dtype)],
+        **plan.meta,
     )
-    if split:
-        launch(
-            combine_kernel,
-            (num_tokens * num_heads,),
-            query,
-            part,
-            part_lse,
-            out,
-            lse,
-            num_splits,
-            DV=v_head_size,
-            STORE_LSE=with_lse,
-            MAX_SPLITS=config.MAX_SPLITS,
-            CHUNK=_COMBINE_CHUNK,
-            BLOCK_DV=config.padded(v_head_size),
-            num_warps=2,
-        )
-    return out, lse
+
+
+def _with_strides(key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[Tensor | int, ...]:
+    return key, value, slot_mapping.contiguous(), *key.stride()[:2], *value.stride()[:2]
 
 
 def _checked(
@@ -180,7 +139,10 @@ def paged_attention_append(
     v_scale_cache: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Two launches of one stream: within one, a tile could read a slot before another program has written it."""
+    """One launch for a decode step (see ``append_kernel``), else a write and an attention launch of one stream.
+
+    ``num_splits=1`` takes two: it promises the same bits in any chunking, hence the same loop as for longer chunks.
+    """
     op = "paged_attention_append"
     attention = (query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q)
     checks.check_paged_attention_append(
@@ -197,5 +159,15 @@ def paged_attention_append(
     config.check_head_size(op, query, key_cache, value_cache)
     debug.check_write(op, key_cache, value_cache, slot_mapping)
     debug.check_attention(op, *attention, **options)
-    writing.store(key, value, key_cache, value_cache, slot_mapping)
-    return _attend(*attention, with_lse=False, **options)[0]
+    new = (key, value, slot_mapping)
+    if cu_seqlens_q is not None or options.get("num_splits") == 1 or not _is_fused(*new, key_cache, value_cache):
+        writing.store(key, value, key_cache, value_cache, slot_mapping)
+        new = None
+    return _attend(*attention, with_lse=False, new=new, **options)[0]
+
+
+def _is_fused(key: Tensor, value: Tensor, slot_mapping: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
+    """Whether the attention kernel can write the new tokens of a decode step too."""
+    same_types = key.dtype == key_cache.dtype and value.dtype == value_cache.dtype
+    fits = max(key.size(2), value.size(2)) <= _WIDEST_FUSED
+    return same_types and fits and 0 < slot_mapping.size(0) <= _MOST_FUSED

@@ -1,4 +1,4 @@
-"""The two attention kernels: one over (query tile, KV head, split of the keys), one that joins the splits.
+"""The attention kernel, over (query tile, KV head, split of the keys); ``splits`` joins what the splits leave.
 
 A tile packs ``TILE_HEADS`` query heads of one KV head and ``BLOCK_M // TILE_HEADS`` tokens of one sequence into its M
 rows, so that decode (one token) and prefill are the same kernel and every key is loaded once per group of heads.
@@ -8,6 +8,8 @@ Online softmax in base 2 (arXiv:1805.02867); splits as in Flash-Decoding.
 
 import triton
 import triton.language as tl
+
+from .append_kernel import first_written, store_new, writers
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -42,6 +44,107 @@ def _find_sequence(cu_seqlens_ptr, batch, num_tokens, tile, TILE_TOKENS: tl.cons
     return low, tile - (first_row // TILE_TOKENS + low), first_row, stop_row - first_row
 
 
+@triton.jit
+def _key_range(
+    first_position,  # of the tile's first query row, and of its last
+    last_position,
+    seq_len,
+    split,
+    num_splits,
+    window_left,
+    window_right,
+    CAUSAL: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr,
+    WINDOW_RIGHT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Keys from ``lowest`` to below ``stop``, in tiles from ``begin`` on; every row sees those below ``full_stop``."""
+    begin = 0
+    stop = seq_len
+    full_stop = seq_len
+    if CAUSAL:
+        stop = tl.minimum(stop, last_position + 1)
+        full_stop = tl.minimum(full_stop, first_position + 1)
+    elif WINDOW_RIGHT:
+        stop = tl.minimum(stop, last_position + window_right + 1)
+        full_stop = tl.minimum(full_stop, first_position + window_right + 1)
+    if WINDOW_LEFT:
+        begin = tl.maximum(first_position - window_left, 0)
+    lowest = begin
+    begin = begin // BLOCK_N * BLOCK_N  # tiles start at multiples of BLOCK_N whatever the query rows are
+    if SPLIT:  # the visible tiles of this sequence, not those of the table's width, are shared out
+        tiles_per_split = tl.cdiv(tl.cdiv(tl.maximum(stop - begin, 0), BLOCK_N), num_splits)
+        begin += split * tiles_per_split * BLOCK_N
+        stop = tl.minimum(stop, begin + tiles_per_split * BLOCK_N)
+    full_stop = tl.minimum(tl.maximum(full_stop // BLOCK_N * BLOCK_N, begin), stop)
+    return lowest, begin, full_stop, stop
+
+
+@triton.jit
+def _visible(
+    key_position,  # [BLOCK_N]
+    position,  # [BLOCK_M] of the queries
+    in_range,  # [BLOCK_N]
+    window_left,
+    window_right,
+    CAUSAL: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr,
+    WINDOW_RIGHT: tl.constexpr,
+):
+    visible = in_range[None, :]
+    if CAUSAL:
+        visible &= key_position[None, :] <= position[:, None]
+    elif WINDOW_RIGHT:
+        visible &= key_position[None, :] <= position[:, None] + window_right
+    if WINDOW_LEFT:
+        visible &= key_position[None, :] >= position[:, None] - window_left
+    return visible
+
+
+@triton.jit
+def _online_softmax(logits, highest_logit, denominator):
+    """The tile's weights, the factor on what was summed before, and the new maximum and denominator."""
+    new_highest = tl.maximum(highest_logit, tl.max(logits, 1))
+    # rows that saw nothing yet: -inf - -inf would be NaN
+    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weights = tl.exp2(logits - base[:, None])
+    decay = tl.exp2(highest_logit - base)
+    return weights, decay, new_highest, denominator * decay + tl.sum(weights, 1)
+
+
+@triton.jit
+def _capped(logits, softcap):
+    """softcap * tanh(logits) in base 2, as tanh(x) = 1 - 2 / (1 + exp(2 x)): saturates without NaN."""
+    return softcap * (1.0 - 2.0 / (1.0 + tl.exp2(logits * (2 * LOG2E))))
+
+
+@triton.jit
+def _store_rows(
+    out_ptr,
+    lse_ptr,
+    out_row,  # [BLOCK_M]
+    row_mask,
+    acc,  # [BLOCK_M, BLOCK_DV]
+    highest_logit,
+    denominator,
+    SPLIT: tl.constexpr,
+    STORE_LSE: tl.constexpr,
+    DV: tl.constexpr,
+):
+    seen = denominator != 0.0  # true for NaN
+    denominator = tl.where(seen, denominator, 1.0)
+    acc = tl.where(seen[:, None], acc / denominator[:, None], 0.0)
+    dv_range = tl.arange(0, acc.shape[1])
+    out_mask = row_mask[:, None] & (dv_range < DV)[None, :]
+    if SPLIT:  # what an empty split left unwritten is never read
+        out_mask &= seen[:, None]
+    tl.store(out_ptr + out_row[:, None] * DV + dv_range[None, :], acc.to(out_ptr.dtype.element_ty), out_mask)
+    if STORE_LSE:
+        lse = tl.where(seen, (highest_logit + tl.log2(denominator)) * LN2, float("-inf"))
+        tl.store(lse_ptr + out_row, lse, row_mask)
+
+
 @triton.jit(
     do_not_specialize=[
         "table_stride_row",
@@ -50,6 +153,7 @@ def _find_sequence(cu_seqlens_ptr, batch, num_tokens, tile, TILE_TOKENS: tl.cons
         "num_blocks",
         "capacity",
         "num_splits",
+        "num_slots",
         "window_left",
         "window_right",
     ]
@@ -63,6 +167,7 @@ def attention_kernel(
     cu_seqlens_ptr,  # [B+1]
     alibi_ptr,  # [Hq]
     sinks_ptr,  # [Hq]
+    new,  # (key [T, Hkv, D], value, slot_mapping, strides of token and head of key, then of value) when APPEND
     out_ptr,  # [T, Hq, num_splits, Dv], contiguous; float32 when SPLIT
     lse_ptr,  # [T, Hq, num_splits]
     query_stride_token,
@@ -80,6 +185,7 @@ def attention_kernel(
     num_blocks,
     capacity,  # W * S
     num_splits,
+    num_slots,
     window_left,
     window_right,
     scale,  # times log2(e), or divided by the softcap
@@ -90,6 +196,7 @@ def attention_kernel(
     D: tl.constexpr,
     DV: tl.constexpr,
     PACKED: tl.constexpr,  # cu_seqlens_q given
+    APPEND: tl.constexpr,  # write the new tokens too; not when PACKED
     CAUSAL: tl.constexpr,
     WINDOW_LEFT: tl.constexpr,
     WINDOW_RIGHT: tl.constexpr,
@@ -107,8 +214,8 @@ def attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    # a wide float32 query does not fit in registers beside the rest: its rows are read from shared memory per tile
-    RELOAD: tl.constexpr = COMPUTE.primitive_bitwidth == 32 and BLOCK_D >= 256
+    # a large float32 query does not fit in registers beside the rest: its rows are read from shared memory per tile
+    RELOAD: tl.constexpr = COMPUTE.primitive_bitwidth == 32 and BLOCK_D >= 128 and BLOCK_M * BLOCK_D >= 4096
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     # the last tiles of a causal prompt see the most keys: start them first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -140,27 +247,20 @@ def attention_kernel(
     query = tl.load(query_ptr + query_offsets[:, None] + d_range[None, :], query_mask, other=0.0)
     query = _convert(query, COMPUTE)
 
-    first_position = seq_len - query_len + first_token
-    last_position = seq_len - query_len + tl.minimum(first_token + TILE_TOKENS, query_len) - 1
-    begin = 0
-    stop = seq_len
-    full_stop = seq_len  # keys below it are visible to every row
-    if CAUSAL:
-        stop = tl.minimum(stop, last_position + 1)
-        full_stop = tl.minimum(full_stop, first_position + 1)
-    elif WINDOW_RIGHT:
-        stop = tl.minimum(stop, last_position + window_right + 1)
-        full_stop = tl.minimum(full_stop, first_position + window_right + 1)
-    if WINDOW_LEFT:
-        begin = tl.maximum(first_position - window_left, 0)
-    lowest = begin
-    begin = begin // BLOCK_N * BLOCK_N  # tiles start at multiples of BLOCK_N whatever the query rows are
-    if SPLIT:  # the visible tiles of this sequence, not those of the table's width, are shared out
-        tiles_per_split = tl.cdiv(tl.cdiv(tl.maximum(stop - begin, 0), BLOCK_N), num_splits)
-        begin += split * tiles_per_split * BLOCK_N
-        stop = tl.minimum(stop, begin + tiles_per_split * BLOCK_N)
-    full_stop = tl.minimum(tl.maximum(full_stop // BLOCK_N * BLOCK_N, begin), stop)
-
+    lowest, begin, full_stop, stop = _key_range(
+        seq_len - query_len + first_token,
+        seq_len - query_len + tl.minimum(first_token + TILE_TOKENS, query_len) - 1,
+        seq_len,
+        split,
+        num_splits,
+        window_left,
+        window_right,
+        CAUSAL,
+        WINDOW_LEFT,
+        WINDOW_RIGHT,
+        SPLIT,
+        BLOCK_N,
+    )
     highest_logit = tl.full([BLOCK_M], float("-inf"), tl.float32)
     denominator = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
@@ -175,15 +275,25 @@ def attention_kernel(
     value_ptr += kv_head * value_stride_head
     table_ptr += b.to(tl.int64) * table_stride_row
 
-    # two copies of the loop: tiles that every row sees whole need no mask
+    written = stop
+    if APPEND:
+        if (split == 0) & (tl.program_id(1) % HEAD_TILES == 0):
+            strides = (key_stride_block, key_stride_slot, value_stride_block, value_stride_slot)
+            store_new(new, key_ptr, value_ptr, strides, b, kv_head, num_slots, num_blocks, BLOCK_SIZE, D, DV)
+        table = (table_ptr, table_stride_column)
+        written = first_written(new[2], num_slots, table, tl.maximum(begin, lowest), stop, num_blocks, BLOCK_SIZE)
+        written = tl.maximum(written // BLOCK_N * BLOCK_N, begin)
+
+    # two copies of the loop: tiles that every row sees whole need no mask, those without new tokens none of these
     MASK_ALL: tl.constexpr = ONE_LOOP or WINDOW_LEFT or RELOAD
-    for MASKED in tl.static_range(1 if MASK_ALL else 0, 2):
-        loop_begin = full_stop if MASKED and not MASK_ALL else begin
-        loop_stop = stop if MASKED else full_stop
+    middle = tl.minimum(written, stop if MASK_ALL else full_stop)
+    for LAST in tl.static_range(1 if MASK_ALL and not APPEND else 0, 2):
+        loop_begin = middle if LAST and (APPEND or not MASK_ALL) else begin
+        loop_stop = stop if LAST else middle
         for start in tl.range(loop_begin, loop_stop, BLOCK_N, disable_licm=RELOAD):
             key_position = start + n_range
             block_ptr = table_ptr + key_position // BLOCK_SIZE * table_stride_column
-            if MASKED:
+            if LAST or MASK_ALL:
                 in_range = (key_position >= lowest) & (key_position < stop)
                 block = tl.load(block_ptr, in_range, other=-1)
             else:
@@ -191,82 +301,28 @@ def attention_kernel(
             readable = (block >= 0) & (block < num_blocks)
             block = block.to(tl.int64)
             slot = key_position % BLOCK_SIZE
-            key_offsets = block * key_stride_block + slot * key_stride_slot
-            key_mask = readable[None, :] & d_mask[:, None]
-            key = tl.load(key_ptr + key_offsets[None, :] + d_range[:, None], key_mask, other=0.0)
+            key_rows = key_ptr + (block * key_stride_block + slot * key_stride_slot)
+            value_rows = value_ptr + (block * value_stride_block + slot * value_stride_slot)
+            if APPEND and LAST:  # never read what another program may be writing
+                writer = writers(new[2], num_slots, block * BLOCK_SIZE + slot).to(tl.int64)
+                key_rows = tl.where(writer >= 0, new[0] + (writer * new[3] + kv_head * new[4]), key_rows)
+                value_rows = tl.where(writer >= 0, new[1] + (writer * new[5] + kv_head * new[6]), value_rows)
+            key = tl.load(key_rows[None, :] + d_range[:, None], readable[None, :] & d_mask[:, None], other=0.0)
             key = _convert(key, COMPUTE)
             logits = tl.dot(query, key, input_precision="tf32x3") * scale
-            if SOFTCAP:  # tanh(x) = 1 - 2 / (1 + exp(2 x)), in base 2; saturates without NaN
-                logits = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(logits * (2 * LOG2E))))
+            if SOFTCAP:
+                logits = _capped(logits, softcap)
             if ALIBI:
                 logits += slope[:, None] * (key_position[None, :] - position[:, None]).to(tl.float32)
-            if MASKED:
-                visible = in_range[None, :]
-                if CAUSAL:
-                    visible &= key_position[None, :] <= position[:, None]
-                elif WINDOW_RIGHT:
-                    visible &= key_position[None, :] <= position[:, None] + window_right
-                if WINDOW_LEFT:
-                    visible &= key_position[None, :] >= position[:, None] - window_left
+            if LAST or MASK_ALL:
+                visible = _visible(
+                    key_position, position, in_range, window_left, window_right, CAUSAL, WINDOW_LEFT, WINDOW_RIGHT
+                )
                 logits = tl.where(visible, logits, float("-inf"))
-            new_highest = tl.maximum(highest_logit, tl.max(logits, 1))
-            # rows that saw nothing yet: -inf - -inf would be NaN
-            base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-            weights = tl.exp2(logits - base[:, None])
-            decay = tl.exp2(highest_logit - base)
-            denominator = denominator * decay + tl.sum(weights, 1)
-            highest_logit = new_highest
-            value_offsets = block * value_stride_block + slot * value_stride_slot
-            value_mask = readable[:, None] & dv_mask[None, :]
-            value = tl.load(value_ptr + value_offsets[:, None] + dv_range[None, :], value_mask, other=0.0)
+            weights, decay, highest_logit, denominator = _online_softmax(logits, highest_logit, denominator)
+            value = tl.load(value_rows[:, None] + dv_range[None, :], readable[:, None] & dv_mask[None, :], other=0.0)
             value = _convert(value, COMPUTE)
             acc = tl.dot(_convert(weights, COMPUTE), value, acc * decay[:, None], input_precision="tf32x3")
 
-    seen = denominator != 0.0  # true for NaN
-    denominator = tl.where(seen, denominator, 1.0)
-    acc = tl.where(seen[:, None], acc / denominator[:, None], 0.0)
     out_row = (row * NUM_HEADS + head) * num_splits + split
-    out_mask = row_mask[:, None] & dv_mask[None, :]
-    if SPLIT:  # what an empty split left unwritten is never read
-        out_mask &= seen[:, None]
-    tl.store(out_ptr + out_row[:, None] * DV + dv_range[None, :], acc.to(out_ptr.dtype.element_ty), out_mask)
-    if STORE_LSE:
-        lse = tl.where(seen, (highest_logit + tl.log2(denominator)) * LN2, float("-inf"))
-        tl.store(lse_ptr + out_row, lse, row_mask)
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def combine_kernel(
-    partial_out_ptr,  # [T * Hq, num_splits, Dv] float32
-    partial_lse_ptr,  # [T * Hq, num_splits]
-    out_ptr,  # [T * Hq, Dv]
-    lse_ptr,  # [T * Hq]
-    num_splits,
-    DV: tl.constexpr,
-    STORE_LSE: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    partial_lse_ptr += row * num_splits
-    all_splits = tl.arange(0, MAX_SPLITS)
-    all_lse = tl.load(partial_lse_ptr + all_splits, mask=all_splits < num_splits, other=float("-inf"))
-    highest = tl.max(all_lse, 0)
-    highest = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.sum(tl.exp2((all_lse - highest) * LOG2E), 0)
-    dv_range = tl.arange(0, BLOCK_DV)
-    acc = tl.zeros([BLOCK_DV], tl.float32)
-    for start in range(0, num_splits, CHUNK):
-        split = start + tl.arange(0, CHUNK)
-        lse = tl.load(partial_lse_ptr + split, mask=split < num_splits, other=float("-inf"))
-        mask = (lse != float("-inf"))[:, None] & (dv_range < DV)[None, :]
-        offsets = (row * num_splits + split)[:, None] * DV + dv_range[None, :]
-        part = tl.load(partial_out_ptr + offsets, mask, other=0.0)
-        acc += tl.sum(part * tl.exp2((lse - highest) * LOG2E)[:, None], 0)
-    seen = total != 0.0  # true for NaN
-    total = tl.where(seen, total, 1.0)
-    acc = tl.where(seen, acc / total, 0.0)
-    tl.store(out_ptr + row * DV + dv_range, acc.to(out_ptr.dtype.element_ty), mask=dv_range < DV)
-    if STORE_LSE:
-        tl.store(lse_ptr + row, tl.where(seen, highest + tl.log2(total) * LN2, float("-inf")))
+    _store_rows(out_ptr, lse_ptr, out_row, row_mask, acc, highest_logit, denominator, SPLIT, STORE_LSE, DV)

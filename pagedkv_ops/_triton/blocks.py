@@ -1,23 +1,22 @@
-"""``copy_blocks`` through a staging buffer, and ``swap_blocks`` between devices through pinned memory."""
+"""``copy_blocks`` through a staging buffer."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import checks, value_checks
+from .. import checks
 from . import debug
 from .launch import launch
 
-_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _POINTERS = 8  # caches per launch
 _TILE = 2048
-_STAGE_BYTES = 16 << 20  # per pinned buffer: long enough to reach full PCIe speed, short enough to overlap
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
@@ -75,7 +74,7 @@ def _of_three_dimensions(caches: Sequence[Tensor]) -> list[Tensor]:
     for cache in caches:
         if cache.numel() == 0:
             continue
-        cache = cache.view(_INTEGER[cache.element_size()])
+        cache = cache.view(INTEGER[cache.element_size()])
         if len(_block_layout(cache)) > 3:
             result += _of_three_dimensions(cache.unbind(1))
         else:
@@ -122,55 +121,3 @@ def _copy(caches: list[Tensor], staged: Tensor, block_mapping: Tensor, num_block
         BLOCK=_TILE,
         num_warps=4,
     )
-
-
-def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
-    """On the current stream of the device; returns to the host with a CPU destination complete."""
-    checks.check_swap_blocks(src, dst, block_mapping)
-    value_checks.check_block_mapping("swap_blocks", block_mapping, src.size(0), dst.size(0))  # it lives on the CPU
-    if block_mapping.size(0) == 0 or src.numel() == 0:
-        return
-    src, dst = (cache.view(_INTEGER[cache.element_size()]) for cache in (src, dst))
-    from_ids, to_ids = block_mapping.long().unbind(1)
-    if src.device.type == "cpu":
-        _to_device(src, dst, from_ids, to_ids)
-    elif dst.device.type == "cpu":
-        _to_host(src, dst, from_ids, to_ids)
-    else:
-        dst[to_ids.to(dst.device)] = src[from_ids.to(src.device)].to(dst.device)
-
-
-def _stages(src: Tensor, from_ids: Tensor, to_ids: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Parts of a swap: source ids, destination ids and a pinned buffer that holds their blocks."""
-    block_bytes = src.numel() // src.size(0) * src.element_size()
-    step = max(1, _STAGE_BYTES // block_bytes)
-    for ids, to in zip(from_ids.split(step), to_ids.split(step), strict=True):
-        yield ids, to, torch.empty((len(ids), *src.shape[1:]), dtype=src.dtype, pin_memory=True)
-
-
-def _to_device(src: Tensor, dst: Tensor, from_ids: Tensor, to_ids: Tensor) -> None:
-    """The host gathers the next stage while the last one is on its way."""
-    with torch.cuda.device_of(dst):
-        for ids, to, buffer in _stages(src, from_ids, to_ids):
-            torch.index_select(src, 0, ids, out=buffer)
-            dst.index_copy_(0, to.to(dst.device), buffer.to(dst.device, non_blocking=True))
-
-
-def _to_host(src: Tensor, dst: Tensor, from_ids: Tensor, to_ids: Tensor) -> None:
-    """The host scatters one stage while the next one is on its way."""
-    in_flight: deque[tuple[torch.cuda.Event, Tensor, Tensor]] = deque()
-
-    def scatter() -> None:
-        arrived, to, buffer = in_flight.popleft()
-        arrived.synchronize()
-        dst.index_copy_(0, to, buffer)
-
-    with torch.cuda.device_of(src):
-        for ids, to, buffer in _stages(src, from_ids, to_ids):
-            buffer.copy_(src.index_select(0, ids.to(src.device)), non_blocking=True)
-            in_flight.append((torch.cuda.Event(), to, buffer))
-            in_flight[-1][0].record()
-            if len(in_flight) > 1:
-                scatter()
-        while in_flight:
-            scatter()

@@ -37,6 +37,7 @@ TARGETS = {
     "sm_100": Target(100, 227 << 10, "UTCHMMA"),
     "small": Target(89, 99 << 10, "HMMA"),
 }
+_RICH = " softcap alibi sinks lse splits"
 _REGISTERS = 65536  # of a multiprocessor
 
 
@@ -51,19 +52,25 @@ def _caches(dtype: torch.dtype, head_size: int, num_kv_heads: int = 8) -> list[T
 def _attend(
     kind: str, dtype: torch.dtype, head_size: int, rich: bool, num_splits: int = 0, window_left: int = -1
 ) -> None:
-    """Decode of 64 sequences or a prefill of four; ``rich`` has the options and as many query rows as fit a tile."""
-    batch, num_tokens = (64, 64) if kind == "decode" else (4, 8192)
-    heads, num_kv_heads = (64, 1) if rich and kind == "decode" else (32, 8)
+    """Decode of 64 sequences, which "append" writes too, or a prefill of four.
+
+    ``rich`` has the options and as many query rows as fit a tile.
+    """
+    batch, num_tokens = (4, 8192) if kind == "prefill" else (64, 64)
+    heads, num_kv_heads = (64, 1) if rich and kind != "prefill" else (32, 8)
     options = {}
+    if kind == "append":
+        new = [_meta(num_tokens, num_kv_heads, head_size, dtype=dtype) for _ in range(2)]
+        options["new"] = (*new, _meta(num_tokens, dtype=torch.int64))
     if rich:
-        options = {"softcap": 30.0, "alibi_slopes": _meta(heads), "sinks": _meta(heads)}
+        options |= {"softcap": 30.0, "alibi_slopes": _meta(heads), "sinks": _meta(heads)}
         num_splits = num_splits or 4
     attention._attend(
         _meta(num_tokens, heads, head_size, dtype=dtype),
         *_caches(dtype, head_size, num_kv_heads),
         _meta(batch, 512, dtype=torch.int32),
         _meta(batch, dtype=torch.int32),
-        _meta(batch + 1, dtype=torch.int32) if rich or kind == "prefill" else None,
+        _meta(batch + 1, dtype=torch.int32) if kind == "prefill" or (rich and kind == "decode") else None,
         with_lse=rich,
         num_splits=num_splits,
         window_left=window_left,
@@ -96,16 +103,19 @@ def cases(arch: str) -> dict[str, tuple[Callable[[], None], int]]:
     for table_arch, kind, itemsize, width in TABLE:
         if table_arch == arch:
             dtype = torch.bfloat16 if itemsize == 2 else torch.float32
-            for rich in (False, True):
-                name = f"attention {kind} {str(dtype)[6:]} D={width}{' softcap alibi sinks lse splits' if rich else ''}"
-                rows[name] = partial(_attend, kind, dtype, width, rich), 0
+            for case in (kind, "append") if kind == "decode" and width <= attention._WIDEST_FUSED else (kind,):
+                for rich in (False, True):
+                    name = f"attention {case} {str(dtype)[6:]} D={width}{_RICH if rich else ''}"
+                    rows[name] = partial(_attend, case, dtype, width, rich), 0
     if arch == "small":  # differs by its configurations alone
         return rows
-    for kind in ("decode", "prefill"):
+    for kind in ("decode", "append", "prefill"):
         rows[f"attention {kind} float16 D=128"] = partial(_attend, kind, torch.float16, 128, False), 0
         rows[f"attention {kind} bfloat16 D=80"] = partial(_attend, kind, torch.bfloat16, 80, False), 0
-        rows[f"attention {kind} bfloat16 D=128 num_splits=1"] = partial(_attend, kind, torch.bfloat16, 128, False, 1), 0
-        name = f"attention {kind} bfloat16 D=128 softcap alibi sinks lse splits window"
+        if kind != "append":  # it never takes one split
+            name = f"attention {kind} bfloat16 D=128 num_splits=1"
+            rows[name] = partial(_attend, kind, torch.bfloat16, 128, False, 1), 0
+        name = f"attention {kind} bfloat16 D=128{_RICH} window"
         rows[name] = partial(_attend, kind, torch.bfloat16, 128, True, window_left=1000), 0
     rows["attention decode bfloat16 D=576"] = partial(_attend, "decode", torch.bfloat16, 576, False), 0
     rows["combine bfloat16 D=128"] = partial(_attend, "decode", torch.bfloat16, 128, False), 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .tuned import TABLE
 
+MAX_POSITION = 2**31 - 1024  # positions are int32 in the kernel, up to one tile past the end
 MAX_SPLITS = 128
 MIN_SPLIT_KEYS = 256  # below it, the second pass costs more than the split gains
 
@@ -21,6 +22,13 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     blocks_per_sm: int
+
+
+class Plan(NamedTuple):
+    grid: tuple[int, int, int]  # query tiles, tiles of heads, splits
+    capacity: int  # W * S
+    num_splits: int
+    meta: dict[str, Any]  # the kernel's compile-time sizes
 
 
 @functools.cache
@@ -57,10 +65,50 @@ def attention_config(
     return config
 
 
-def num_splits(programs: int, capacity: int, target: int) -> int:
+def splits_of(programs: int, capacity: int, target: int) -> int:
     """Splits of the keys, for ``programs`` thread blocks without any, so that about ``target`` of them run."""
     most = min(MAX_SPLITS, triton.cdiv(capacity, MIN_SPLIT_KEYS))
     return max(1, min(triton.cdiv(target, max(programs, 1)), most))
+
+
+def plan(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, packed: bool, num_splits: int
+) -> Plan:
+    """Of one attention launch; ``num_splits`` 0 leaves the number of splits open."""
+    num_tokens, num_heads, head_size = query.shape
+    _, block_size, num_kv_heads, v_head_size = value_cache.shape
+    batch, table_width = block_table.shape
+    group = num_heads // num_kv_heads
+    arch, num_sms = device(query)
+    itemsize = torch.promote_types(query.dtype, key_cache.dtype).itemsize
+    invariant = num_splits == 1
+    tiles = attention_config(arch, num_tokens, batch, group, max(head_size, v_head_size), itemsize, invariant)
+    tile_heads = min(group, tiles.block_m)
+    tile_tokens = tiles.block_m // tile_heads if packed else 1
+    num_tiles = num_tokens // tile_tokens + batch + 1 if packed else num_tokens
+    grid_heads = num_kv_heads * triton.cdiv(group, tile_heads)
+    capacity = min(table_width * block_size, MAX_POSITION)
+    if num_splits == 0:
+        num_splits = splits_of(num_tiles * grid_heads, capacity, num_sms * tiles.blocks_per_sm)
+    num_splits = min(num_splits, MAX_SPLITS)
+    meta = {
+        "NUM_HEADS": num_heads,
+        "GROUP": group,
+        "BLOCK_SIZE": block_size,
+        "D": head_size,
+        "DV": v_head_size,
+        "SPLIT": num_splits > 1,
+        "ONE_LOOP": invariant,
+        "TILE_HEADS": tile_heads,
+        "TILE_TOKENS": tile_tokens,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_D": padded(head_size),
+        "BLOCK_DV": padded(v_head_size),
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+    return Plan((num_tiles, grid_heads, num_splits), capacity, num_splits, meta)
 
 
 def check_head_size(op: str, query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:

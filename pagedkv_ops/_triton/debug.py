@@ -14,10 +14,12 @@ from torch import Tensor
 from .. import value_checks
 
 
+def capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def enabled() -> bool:
-    return os.environ.get("PAGEDKV_CHECK") == "1" and not (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    )
+    return os.environ.get("PAGEDKV_CHECK") == "1" and not capturing()
 
 
 def check_write(op: str, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:

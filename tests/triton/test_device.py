@@ -118,6 +118,22 @@ def test_swaps_move_the_same_bytes(pinned: bool) -> None:
     pagedkv_ops.swap_blocks(device, device, torch.tensor([[0, 1], [1, 2]]))
 
 
+def test_swaps_follow_the_work_of_the_current_stream() -> None:
+    """The copies run on another stream: what was queued before a swap reads and writes the old content."""
+    host = torch.ones(64, 1 << 16, dtype=torch.int32).pin_memory()  # 16 MB
+    device = torch.zeros_like(host, device="cuda")
+    pairs = torch.arange(64)[:, None].repeat(1, 2)
+    torch.cuda._sleep(100_000_000)
+    before = device.sum()
+    pagedkv_ops.swap_blocks(host, device, pairs)
+    after = device.sum()
+    torch.cuda._sleep(100_000_000)
+    device += 1
+    pagedkv_ops.swap_blocks(device, host, pairs)
+    assert (int(before), int(after)) == (0, host.numel())
+    assert bool((host == 2).all())
+
+
 def test_every_op_passes_opcheck() -> None:
     step = Step()
     step.fill([5, 600, 7, 8])

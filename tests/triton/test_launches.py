@@ -58,6 +58,7 @@ def calls(index: dict[str, Tensor], device: str = "cpu") -> dict[str, Callable[[
     table, seq_lens, cu_seqlens_q = index["block_table"], index["seq_lens"], index["cu_seqlens_q"]
     slots = index["slot_mapping"]
     decode = (query.narrow(0, 0, B), key_cache, value_cache, table, seq_lens)
+    written = (new.narrow(0, 0, B), new.narrow(0, 0, B), key_cache, value_cache, slots.narrow(0, 0, B))
     packed = (query, key_cache, value_cache, table, seq_lens, cu_seqlens_q)
     return {
         "write": lambda: _triton.write_kv(new, new, key_cache, value_cache, slots),
@@ -69,6 +70,10 @@ def calls(index: dict[str, Tensor], device: str = "cpu") -> dict[str, Callable[[
         "packed": lambda: _triton.paged_attention(*packed),
         "packed, lse": lambda: _triton.paged_attention_with_lse(*packed, causal=False, window_right=3),
         "append": lambda: _triton.paged_attention_append(query, new, new, key_cache, value_cache, slots, *packed[3:]),
+        "append, decode": lambda: _triton.paged_attention_append(decode[0], *written, *decode[3:]),
+        "append, decode, one split": lambda: _triton.paged_attention_append(
+            decode[0], *written, *decode[3:], num_splits=1
+        ),
         "merge": lambda: _triton.merge_states(query, lse, query, lse),
         "copy": lambda: _triton.copy_blocks([key_cache, value_cache], index["block_mapping"]),
         "gather": lambda: _triton.gather_kv(key_cache, table, seq_lens, 100),
@@ -109,6 +114,22 @@ def test_launches_do_not_depend_on_what_index_tensors_hold(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_launchers_read_nothing_on_the_host(fake_cuda: None, name: str) -> None:
     assert launches(calls(fake_index_tensors(), "cuda:0")[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("append", ["write_kernel", "attention_kernel", "combine_kernel"]),
+        ("append, decode", ["attention_kernel", "combine_kernel"]),
+        ("append, decode, one split", ["write_kernel", "attention_kernel"]),
+    ],
+)
+def test_a_decode_step_is_written_by_the_attention_launch(name: str, kernels: list[str]) -> None:
+    recorded = launches(calls(REAL[1])[name])
+    assert [kernel for kernel, *_ in recorded] == kernels
+    assert next(meta["APPEND"] for kernel, _, _, meta in recorded if kernel == "attention_kernel") == (
+        "write_kernel" not in kernels
+    )
 
 
 def test_a_reader_of_lengths_would_be_caught(fake_cuda: None) -> None:

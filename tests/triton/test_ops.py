@@ -138,37 +138,6 @@ def test_gather_clamps_lengths_and_ids(kernels: Kernels) -> None:
     assert gathered[0, :, 0, 0].tolist() == [1, 1, 0, 0, 0, 0]
 
 
-class _Event:
-    def record(self) -> None: ...
-    def synchronize(self) -> None: ...
-
-
-def _swap(direction: str, src: Tensor, dst: Tensor, mapping: Tensor) -> Tensor:
-    """The staged copies with the device's part played by the CPU."""
-    from pagedkv_ops._triton import blocks
-
-    empty = torch.empty
-    blocks._STAGE_BYTES = 40  # several stages
-    torch.cuda.Event = _Event  # type: ignore[assignment, misc]
-    torch.empty = lambda *args, pin_memory, **options: empty(*args, **options)  # type: ignore[assignment]
-    try:
-        getattr(blocks, direction)(src, dst, *mapping.unbind(1))
-    finally:
-        torch.empty = empty
-    return dst
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="test_device.py swaps with a real device")
-@pytest.mark.parametrize("direction", ["_to_device", "_to_host"])
-def test_swap_stages(kernels: Kernels, direction: str) -> None:
-    src = torch.randint(-9, 9, (6, 2, 3), dtype=torch.int16)
-    dst = torch.full((8, 3, 2), 99, dtype=torch.int16).transpose(1, 2)
-    mapping = torch.tensor([[0, 7], [3, 1], [3, 2], [5, 0], [1, 6]])
-    expected = dst.clone()
-    reference.swap_blocks(src, expected, mapping)
-    assert_same(kernels.run(_swap, direction, src, dst, mapping), expected)
-
-
 @pytest.mark.skipif(DEVICE == "cuda", reason="test_device.py swaps with a real device")
 def test_swap_within_the_device(kernels: Kernels) -> None:
     """Of equal devices: the branch that two tensors on one GPU take, here on meta tensors and so without values."""

@@ -1,0 +1,190 @@
+"""The fused append, interpreted: the bits of a write followed by attention, whatever the slots are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagedkv_ops.testing import dense_attention
+from tests.ops.builders import attention_options, make_caches, pairwise, row_id, sliced, strided_index
+
+from .worker import DEVICE, Kernels
+
+NUM_BLOCKS = 24
+SLOTS = ["last", "skipped", "short", "of another", "middle", "of no one", "out of range", "twice"]
+
+
+def slot_mapping(kind: str, table: Tensor, seq_lens: list[int], block_size: int) -> Tensor:
+    """Where each token goes: its sequence's last position, or something that a caller may do as well."""
+
+    def slot(b: int, position: int) -> int:
+        return int(table[b, position // block_size]) * block_size + position % block_size
+
+    slots = [slot(b, n - 1) if n else -1 for b, n in enumerate(seq_lens)]
+    if kind == "skipped":
+        slots[0] = -1
+    elif kind == "short":
+        slots = slots[:-1]
+    elif kind == "of another":  # the first keys of the longest sequence
+        slots = [slot(2, b) for b in range(len(slots))]
+    elif kind == "middle":
+        slots = [slot(b, n // 2) if n else -1 for b, n in enumerate(seq_lens)]
+    elif kind == "of no one":
+        slots = [NUM_BLOCKS * block_size - 1 - b for b in range(len(slots))]
+    elif kind == "out of range":
+        slots[1] = NUM_BLOCKS * block_size + 3
+        slots[2] = 2**31 - 1
+    elif kind == "twice":  # the interpreter writes in order: the last one stays
+        slots[1] = slots[2]
+    return torch.tensor(slots)
+
+
+def make_args(
+    slots: str,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    head_size: int = 16,
+    block_size: int = 4,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3,  # query, new, cache
+    seq_lens: tuple[int, ...] = (5, 9, 150),
+    layout: str = "nhd",
+    index_dtype: torch.dtype = torch.int64,
+    shared_table: bool = False,
+) -> tuple[Tensor, ...]:
+    """Arguments of paged_attention_append for one token of each sequence; blocks may occur in several tables."""
+    rng = torch.Generator().manual_seed(1)
+    dtype, new_dtype, cache_dtype = dtypes
+    num_heads, num_kv_heads = heads
+    v_head_size = head_size + 3
+    caches = make_caches(NUM_BLOCKS, block_size, num_kv_heads, head_size, v_head_size, cache_dtype, layout)
+    for cache in caches:
+        cache.copy_(torch.randn(cache.shape, generator=rng))
+    batch, columns = len(seq_lens), -(-max(*seq_lens, len(seq_lens)) // block_size) + 1
+    table = torch.randint(0, NUM_BLOCKS, (batch, columns), generator=rng)
+    if shared_table:
+        table[:] = table[0]
+    query = torch.randn(batch, num_heads, head_size, generator=rng).to(dtype)
+    key = sliced(torch.randn(batch, num_kv_heads, head_size, generator=rng).to(new_dtype))
+    value = sliced(torch.randn(batch, num_kv_heads, v_head_size, generator=rng).to(new_dtype))
+    mapping = strided_index(slot_mapping(slots, table, list(seq_lens), block_size).to(index_dtype))
+    return query, key, value, *caches, mapping, table.to(index_dtype), torch.tensor(seq_lens, dtype=index_dtype)
+
+
+def write_then_attend(kernels: Kernels, args: tuple[Tensor, ...], **options: Any) -> list[Tensor]:
+    query, *new, key_cache, value_cache, slots, table, seq_lens = args
+    _, written = kernels.op_and_args("write_kv", *new, key_cache, value_cache, slots)
+    return [kernels.op("paged_attention", query, *written[2:4], table, seq_lens, **options), *written[2:4]]
+
+
+def assert_append_is_write_then_attend(kernels: Kernels, args: tuple[Tensor, ...], **options: Any) -> None:
+    slots = args[5][args[5] >= 0].tolist()
+    if DEVICE == "cuda" and len(set(slots)) < len(slots):
+        pytest.skip("which of two tokens stays in a slot is undefined on a device")
+    expected = write_then_attend(kernels, args, **options)
+    out, after = kernels.op_and_args("paged_attention_append", *args, **options)
+    error = 0.0 if DEVICE == "cpu" else 2e-2  # a device rounds in another order in another loop
+    torch.testing.assert_close(out, expected[0], rtol=error, atol=error)
+    for cache, wanted in zip(after[3:5], expected[1:], strict=True):
+        torch.testing.assert_close(cache, wanted, rtol=0, atol=0)
+
+
+GRID = pairwise(
+    3,
+    slots=SLOTS,
+    heads=[(4, 4), (8, 2), (5, 1), (70, 2)],
+    head_size=[13, 64],
+    block_size=[1, 3, 16],
+    dtypes=[
+        (torch.float32,) * 3,
+        (torch.float16,) * 3,
+        (torch.float32, torch.float16, torch.float16),
+        (torch.float16, torch.float32, torch.float32),
+        (torch.float32, torch.float32, torch.bfloat16),  # not fused: it converts
+    ],
+    seq_lens=[(1, 1, 1), (5, 9, 150), (64, 128, 192), (0, 33, 70)],
+    mask=[{}, {"causal": False}, {"window_left": 20}, {"window_left": 0}],
+    options=[{}, {"softcap": 3.0, "alibi": True, "sinks": True}],
+    num_splits=[0, 2, 5],
+    layout=["nhd", "hnd", "interleaved"],
+    index_dtype=[torch.int32, torch.int64],
+    shared_table=[False, True],
+)
+
+
+@pytest.mark.parametrize("row", GRID, ids=row_id)
+def test_append_is_write_then_attend(kernels: Kernels, row: dict[str, Any]) -> None:
+    row = dict(row)
+    options = attention_options(row["heads"][0], **row.pop("options"), **row.pop("mask"))
+    options["num_splits"] = row.pop("num_splits")
+    assert_append_is_write_then_attend(kernels, make_args(**row), **options)
+
+
+@pytest.mark.parametrize("batch", [1, 17, 128, 129])
+def test_append_of_many_tokens(kernels: Kernels, batch: int) -> None:
+    """Up to the most that are fused, and one more; every sequence is the same, one token longer than the one before."""
+    args = make_args("last", heads=(2, 1), seq_lens=tuple(range(1, batch + 1)), shared_table=True)
+    distinct = torch.arange(-(-batch // 4) + 1) % NUM_BLOCKS  # of one table; past 24 blocks it wraps around
+    args = (*args[:5], torch.arange(batch) % (NUM_BLOCKS * 4), distinct.expand(batch, -1), args[7])
+    assert_append_is_write_then_attend(kernels, args)
+
+
+def _append_without_cache_stores(args: tuple[Tensor, ...], num_splits: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The result and the caches; what is stored in float16 is left out: the caches, next to a float32 result."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from pagedkv_ops import _triton
+
+    store = InterpreterBuilder.create_masked_store
+
+    def store_unless_cached(self: Any, pointers: Any, value: Any, *rest: Any) -> Any:
+        return None if value.dtype == tl.float16 else store(self, pointers, value, *rest)
+
+    InterpreterBuilder.create_masked_store = store_unless_cached
+    try:
+        return _triton.paged_attention_append(*args, num_splits=num_splits), args[3:5]
+    finally:
+        InterpreterBuilder.create_masked_store = store
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="only the interpreter can leave out a store")
+@pytest.mark.parametrize("shared_table", [False, True])
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("num_splits", [0, 3])
+def test_no_program_reads_what_another_writes(
+    kernels: Kernels, slots: str, num_splits: int, shared_table: bool
+) -> None:
+    """The interpreter runs one program after another, so a race would not show: here the writes never happen."""
+    args = make_args(slots, dtypes=(torch.float32, torch.float16, torch.float16), shared_table=shared_table)
+    expected, *_ = write_then_attend(kernels, args, num_splits=num_splits)
+    before = [cache.clone() for cache in args[3:5]]
+    out, after = kernels.run(_append_without_cache_stores, args, num_splits)
+    assert torch.equal(out, expected)
+    for cache, unchanged in zip(after, before, strict=True):
+        assert torch.equal(cache, unchanged)
+
+
+def test_a_new_token_is_seen_as_the_cache_rounds_it(kernels: Kernels) -> None:
+    query, key, value, key_cache, value_cache, slots, table, seq_lens = make_args(
+        "last", dtypes=(torch.float32, torch.float32, torch.float16), seq_lens=(1, 1, 1)
+    )
+    value.fill_(1 + 2**-13)  # float16 rounds it to 1
+    out = kernels.op("paged_attention_append", query, key, value, key_cache, value_cache, slots, table, seq_lens)
+    assert torch.equal(out, torch.ones_like(out))
+
+
+def test_against_dense_attention(kernels: Kernels) -> None:
+    query, key, value, key_cache, value_cache, _, _, seq_lens = make_args("last", seq_lens=(5, 9, 27))
+    table = torch.randperm(NUM_BLOCKS)[: 3 * 7].view(3, 7)
+    slots = slot_mapping("last", table, seq_lens.tolist(), 4)
+    args = (query, key, value, key_cache, value_cache, slots, table, seq_lens)
+    out = kernels.op("paged_attention_append", *args)
+    for cache, new in ((key_cache, key), (value_cache, value)):
+        cache.flatten(0, 1)[slots] = new
+    for b, n in enumerate(seq_lens.tolist()):
+        keys, values = (cache[table[b]].flatten(0, 1)[:n] for cache in (key_cache, value_cache))
+        expected, _ = dense_attention(query[b : b + 1], keys, values, dtype=torch.float64)
+        torch.testing.assert_close(out[b : b + 1].double(), expected, rtol=1e-4, atol=1e-4)
