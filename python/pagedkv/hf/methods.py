@@ -151,10 +151,10 @@ class _PatchedMethods:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         patch: Patch = self.__dict__[ATTRIBUTE]
         since, output = len(patch.created), None
-        if patch.compiled is not None:
-            patch.compiled.follow_weights()
         try:
             with patch.attention():
+                if patch.compiled is not None:
+                    patch.compiled.follow_weights()
                 output = super().generate(*args, **kwargs)  # type: ignore[misc]
             return output
         finally:
