@@ -63,7 +63,7 @@ def make_args(
     for cache in caches:
         cache.copy_(torch.randn(cache.shape, generator=rng))
     batch, columns = len(seq_lens), -(-max(*seq_lens, len(seq_lens)) // block_size) + 1
-    table = torch.randint(0, NUM_BLOCKS, (batch, columns), generator=rng)
+    table = torch.randint(0, NUM_BLOCKS - 1, (batch, columns), generator=rng)  # the last block is nobody's
     if shared_table:
         table[:] = table[0]
     query = torch.randn(batch, num_heads, head_size, generator=rng).to(dtype)

@@ -7,6 +7,7 @@ checked-in ``benchmarks/triton_compile_report.md``.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,33 @@ def test_compiles_without_problems_into_what_the_table_says(compiler: Kernels, a
 
 def test_the_table_has_no_other_rows() -> None:
     assert list(checked_in_rows()) == ROWS
+
+
+def _specialised(arch: str, name: str) -> tuple[list[Any], list[Any]]:
+    """(Type, whether a multiple of 16) of every argument, by Triton's launcher and by the offline compilation."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    launch = compile_report.launch_of(arch, name)
+    backend = make_backend(GPUTarget("cuda", compile_report.TARGETS[arch].capability, 32))
+    binder = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
+    specialised = binder(*launch.args, **launch.meta)[1]
+    source = offline._source(launch)
+    launcher, compiled = [], []
+    for i, (parameter, (kind, key)) in enumerate(zip(launch.kernel.params, specialised, strict=True)):
+        parts = zip(kind, key, strict=True) if isinstance(kind, tuple) else [(kind, key)]
+        launcher += [(part, part != "constexpr" and key == "D") for part, key in parts]
+        kinds = source.signature[parameter.name]
+        paths = [((i, j), part) for j, part in enumerate(kinds)] if isinstance(kinds, tuple) else [((i,), kinds)]
+        compiled += [(part, path in source.attrs) for path, part in paths]
+    return launcher, compiled
+
+
+@pytest.mark.parametrize("name", list(compile_report.cases("sm_90")))
+def test_the_launcher_would_compile_the_same(compiler: Kernels, name: str) -> None:
+    launcher, compiled = compiler.run(_specialised, "sm_90", name)
+    assert compiled == launcher
 
 
 def _float_instructions(arch: str, names: list[str]) -> list[dict[str, int]]:
