@@ -17,11 +17,13 @@ template <typename T, bool kDot>
 struct DecodeState {
   const AttentionArgs& args;
   const DecodeTask& task;
-  int rows;           // per pack
-  int64_t packs;      // per KV head
-  int64_t num_packs;  // of the task
-  Pack first;         // pointers of pack 0; strides
-  float* output_row;  // [Dv] rounded up
+  int rows;                        // per pack
+  int64_t packs;                   // per KV head
+  int64_t num_packs;               // of the task
+  int64_t key_bytes, value_bytes;  // of a row, whole vectors
+  Pack first;                      // pointers of pack 0; strides
+  float* output_row;               // [Dv] rounded up
+  TileLines lines[2];
 
   PAGEDKV_INLINE DecodeState(const AttentionArgs& a, const DecodeTask& t) : args(a), task(t) {
     rows = rows_per_pack(args.group_size());
@@ -32,8 +34,17 @@ struct DecodeState {
     const int64_t query_bytes =
         round_up(num_packs * rows * first.query_stride * static_cast<int64_t>(sizeof(QueryElement<T, kDot>)), 64);
     const int64_t slopes = args.alibi_slopes ? num_packs * kLanes : 0;
+    key_bytes = round_up(args.head_size, 2 * kLanes) * static_cast<int64_t>(sizeof(T));
+    value_bytes = round_up(args.value_head_size, 2 * kLanes) * static_cast<int64_t>(sizeof(T));
+    const int64_t num_lines = kFetchInOrder ? kTile * (ceil_div(key_bytes, kLine) + ceil_div(value_bytes, kLine)) : 0;
+    const int64_t line_bytes = 2 * num_lines * static_cast<int64_t>(sizeof(const char*));
     const int64_t floats = num_packs * (2 * kLanes + rows * first.acc_stride) + slopes + first.acc_stride;
-    char* scratch = thread_scratch(query_bytes + floats * sizeof(float));
+    char* scratch = thread_scratch(line_bytes + query_bytes + floats * sizeof(float));
+    for (TileLines& tile : lines) {
+      tile.key = reinterpret_cast<const char**>(scratch);
+      tile.value = tile.key + kTile * ceil_div(key_bytes, kLine);
+      scratch += num_lines * sizeof(const char*);
+    }
     first.query = scratch;
     first.maximum = reinterpret_cast<float*>(scratch + query_bytes);
     first.sum = first.maximum + num_packs * kLanes;
@@ -113,23 +124,50 @@ PAGEDKV_INLINE void init_state(const DecodeState<T, kDot>& state) {
   }
 }
 
-// Addresses of the tile that starts at `position`; tokens outside [begin, end) repeat a row inside it.
+// Addresses of the tile that starts at `position`. A tile of one block that holds keys of the range is addressed as it
+// lies; elsewhere tokens outside [begin, end) repeat a row inside it.
 PAGEDKV_INLINE void find_rows(const AttentionArgs& args, int64_t seq, int64_t position, KeyRange range,
                               TileRows& rows) {
   const int64_t size = element_size(args.cache_dtype);
-  int64_t block = -1, key_base = 0, value_base = 0;
+  const int64_t key_step = size * args.key.token_stride, value_step = size * args.value.token_stride;
+  const auto base = [&](const CacheView& cache, int64_t block)
+                        PAGEDKV_LAMBDA { return cache.data + size * args.block_id(seq, block) * cache.block_stride; };
+  int64_t block = position / args.block_size;
+  int64_t offset = position - block * args.block_size;
+  const char* key = nullptr;
+  const char* value = nullptr;
+  if (offset + kTile <= args.block_size && position < range.end && position + kTile > range.begin) {
+    key = base(args.key, block) + offset * key_step;
+    value = base(args.value, block) + offset * value_step;
+    for (int t = 0; t < kTile; ++t) {
+      rows.key[t] = key + t * key_step;
+      rows.value[t] = value + t * value_step;
+    }
+    return;
+  }
+  block = -1;
   for (int t = 0; t < kTile; ++t) {
     const int64_t p = min_of(max_of(position + t, range.begin), range.end - 1);
     if (p / args.block_size != block) {
       block = p / args.block_size;
-      const int64_t id = args.block_id(seq, block);
-      key_base = id * args.key.block_stride;
-      value_base = id * args.value.block_stride;
+      key = base(args.key, block);
+      value = base(args.value, block);
     }
-    const int64_t offset = p - block * args.block_size;
-    rows.key[t] = args.key.data + size * (key_base + offset * args.key.token_stride);
-    rows.value[t] = args.value.data + size * (value_base + offset * args.value.token_stride);
+    offset = p - block * args.block_size;
+    rows.key[t] = key + offset * key_step;
+    rows.value[t] = value + offset * value_step;
   }
+}
+
+// Addresses of the lines of the tile's rows, in rising order.
+PAGEDKV_INLINE void find_lines(const TileRows& rows, int64_t key_bytes, int64_t value_bytes, const TileLines& lines) {
+  const auto list = [](const char* const* row, int64_t bytes, const char** line) PAGEDKV_LAMBDA {
+    for (int t = 0; t < kTile; ++t) {
+      for (int64_t i = 0; i < bytes; i += kLine) *line++ = row[t] + i;
+    }
+  };
+  list(rows.key, key_bytes, lines.key);
+  list(rows.value, value_bytes, lines.value);
 }
 
 template <typename T, int kRows, bool kDot>
@@ -145,6 +183,9 @@ PAGEDKV_INLINE void walk_keys(const DecodeState<T, kDot>& state) {
   keys.end = min_of(keys.end, task.key_end);
   if (keys.begin >= keys.end) return;
 
+  const int64_t heads = task.head_end - task.head_begin;
+  const int64_t key_step = args.key.head_stride * static_cast<int64_t>(sizeof(T));
+  const int64_t value_step = args.value.head_stride * static_cast<int64_t>(sizeof(T));
   TileContext c;
   c.head_size = args.head_size;
   c.value_head_size = args.value_head_size;
@@ -152,15 +193,26 @@ PAGEDKV_INLINE void walk_keys(const DecodeState<T, kDot>& state) {
   c.softcap = args.softcap;
   c.softcap_inverse = args.softcap > 0.0f ? 1.0f / args.softcap : 0.0f;
   TileRows buffers[2];
+  const auto find_tile = [&](int64_t position, int64_t i) PAGEDKV_LAMBDA {
+    find_rows(args, task.seq, position, keys, buffers[i]);
+    if constexpr (kFetchInOrder) find_lines(buffers[i], state.key_bytes, state.value_bytes, state.lines[i]);
+  };
   const int64_t start = keys.begin / kTile * kTile;
-  find_rows(args, task.seq, start, keys, buffers[0]);
-  for (int64_t position = start, i = 0; position < keys.end; position += kTile, ++i) {
-    c.rows = &buffers[i & 1];
-    c.next = &buffers[~i & 1];
-    find_rows(args, task.seq, position + kTile, keys, buffers[~i & 1]);
+  find_tile(start, 0);
+  for (int64_t position = start, i = 0; position < keys.end; position += kTile, i ^= 1) {
+    const int64_t next = position + kTile < keys.end ? i ^ 1 : i;
+    if (next != i) find_tile(position + kTile, next);
+    c.rows = &buffers[i];
+    c.next = &buffers[next];
     for (int64_t head = task.head_begin; head < task.head_end; ++head) {
-      c.key_offset = head * args.key.head_stride * static_cast<int64_t>(sizeof(T));
-      c.value_offset = head * args.value.head_stride * static_cast<int64_t>(sizeof(T));
+      c.key_offset = key_step * head;
+      c.value_offset = value_step * head;
+      const bool in_tile = head + kHeadsAhead < task.head_end;
+      const int64_t ahead =
+          in_tile ? head + kHeadsAhead : task.head_begin + (head + kHeadsAhead - task.head_end) % heads;
+      c.ahead = &state.lines[in_tile ? i : next];
+      c.ahead_key_offset = key_step * ahead;
+      c.ahead_value_offset = value_step * ahead;
       for (int64_t token = task.query_begin; token < task.query_end; ++token) {
         const KeyRange visible = visible_keys(args, seq_len, query_length, token);
         c.first = static_cast<int>(max_of<int64_t>(max_of(visible.begin, keys.begin) - position, 0));
@@ -230,7 +282,7 @@ PAGEDKV_INLINE void decode_typed(const AttentionArgs& args, const DecodeTask& ta
 
 void decode(const AttentionArgs& args, const DecodeTask& task) {
   with_dtype(args.cache_dtype, [&]<typename T>() PAGEDKV_LAMBDA {
-    if constexpr (kHasDotBF16 && DTypeOf<T>::value == DType::kBFloat16) {
+    if constexpr (kHasDotBF16 && kDotPays && DTypeOf<T>::value == DType::kBFloat16) {
       if (args.query_dtype == DType::kBFloat16) return decode_typed<T, true>(args, task);
     }
     decode_typed<T, false>(args, task);

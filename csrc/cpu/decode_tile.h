@@ -13,7 +13,18 @@
 namespace pagedkv::PAGEDKV_ISA {
 
 constexpr int kTile = static_cast<int>(kDecodeTile);
+constexpr int64_t kLine = 64;           // bytes
 constexpr float kNoMaximum = -FLT_MAX;  // finite: (-inf) - (-inf) would be NaN where nothing was seen yet
+
+// The processors with AMX. Their prefetchers follow lines in rising order, fetched evenly beside the arithmetic a few
+// KB ahead of it; in bursts or out of order the same fetches cost up to half the bandwidth. And two float32
+// multiply-adds take half the time of a dot product of as many bfloat16.
+#if defined(PAGEDKV_ISA_AMX)
+constexpr bool kFetchInOrder = true, kDotPays = false;
+#else
+constexpr bool kFetchInOrder = false, kDotPays = true;
+#endif
+constexpr int64_t kHeadsAhead = 2;  // where lines are fetched in order; else the next tile's row of the same token
 
 // Cached rows of the 16 tokens of a tile, head 0, as byte addresses.
 struct TileRows {
@@ -21,10 +32,18 @@ struct TileRows {
   const char* value[kTile];
 };
 
+// Addresses of the lines of those rows in rising order, head 0.
+struct TileLines {
+  const char** key;
+  const char** value;
+};
+
 // What a tile needs to know beside its rows; offsets select the KV head.
 struct TileContext {
   const TileRows* rows;
-  const TileRows* next;  // prefetched while this tile is computed
+  const TileRows* next;    // fetched while this tile is computed, one line beside each load, or
+  const TileLines* ahead;  // these lines of another head where kFetchInOrder
+  int64_t ahead_key_offset, ahead_value_offset;
   int64_t key_offset, value_offset;
   int64_t head_size, value_head_size;
   int first, last;  // visible tokens of this tile: [first, last)
@@ -47,6 +66,13 @@ struct Pack {
 template <typename T, bool kDot>
 using QueryElement = std::conditional_t<kDot, BFloat16, float>;
 
+// kStep elements of the row at `place`, or as many of the lines ahead.
+template <int64_t kBytes>
+PAGEDKV_INLINE void fetch(const char* place, const char* const*& line, int64_t line_offset) {
+#pragma GCC unroll 2
+  for (int64_t i = 0; i < kBytes; i += kLine) prefetch(kFetchInOrder ? *line++ + line_offset : place + i);
+}
+
 // scores[v], lane r * kTokens + t: query row r times key v * kTokens + t.
 template <typename T, int kRows, bool kDot>
 PAGEDKV_INLINE void tile_scores(const TileContext& c, const Pack& pack, Vec* scores) {
@@ -55,6 +81,7 @@ PAGEDKV_INLINE void tile_scores(const TileContext& c, const Pack& pack, Vec* sco
   constexpr int kStep = 2 * kLanes;
   const auto* query = reinterpret_cast<const QueryElement<T, kDot>*>(pack.query);
   const int64_t whole = c.head_size / kStep * kStep;
+  const char* const* line = c.ahead->key;
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
     Vec acc[kLanes];
@@ -64,9 +91,7 @@ PAGEDKV_INLINE void tile_scores(const TileContext& c, const Pack& pack, Vec* sco
 #pragma GCC unroll 16
       for (int t = 0; t < kTokens; ++t) {
         const T* key = reinterpret_cast<const T*>(c.rows->key[v * kTokens + t] + c.key_offset) + d;
-        const char* ahead = c.next->key[v * kTokens + t] + c.key_offset + d * sizeof(T);
-        prefetch(ahead);
-        if constexpr (kStep * sizeof(T) > 64) prefetch(ahead + 64);
+        fetch<kStep * sizeof(T)>(c.next->key[v * kTokens + t] + c.key_offset + d * sizeof(T), line, c.ahead_key_offset);
         if constexpr (kDot) {
           const PairBits k = n == kStep ? load_bits(key) : load_bits_first(key, n);
 #pragma GCC unroll 4
@@ -172,13 +197,13 @@ PAGEDKV_INLINE void accumulate_columns(const TileContext& c, const Pack& pack, c
 #pragma GCC unroll 16
     for (int i = 0; i < 2 * kPairs; ++i) acc[r][i] = load(pack.acc + r * pack.acc_stride + column + i * kLanes);
   }
+  const char* const* line = c.ahead->value + kTile * column * static_cast<int64_t>(sizeof(T)) / kLine;
   const auto token = [&](int t) PAGEDKV_LAMBDA {
     const T* value = reinterpret_cast<const T*>(c.rows->value[t] + c.value_offset) + column;
-    const char* ahead = c.next->value[t] + c.value_offset + column * sizeof(T);
+    const char* next = c.next->value[t] + c.value_offset + column * sizeof(T);
 #pragma GCC unroll 4
     for (int i = 0; i < kPairs; ++i) {
-      prefetch(ahead + i * kStep * sizeof(T));
-      if constexpr (kStep * sizeof(T) > 64) prefetch(ahead + i * kStep * sizeof(T) + 64);
+      fetch<kStep * sizeof(T)>(next + i * kStep * sizeof(T), line, c.ahead_value_offset);
       Vec a, b;
       if (columns == kPairs * kStep) {
         load_pair(value + i * kStep, a, b);
@@ -292,6 +317,8 @@ __attribute__((noinline)) void attend_tile(const TileContext& c, const Pack& pac
       store(weights + v * kLanes, scores[v]);
     }
   }
+  // Read again as broadcasts from memory, which the load ports do; kept in registers they would be shuffled there.
+  if constexpr (kFetchInOrder) __asm__ volatile("" ::"r"(weights) : "memory");
   if (c.first == 0 && c.last == kTile) {
     accumulate<T, kRows, kDot, true>(c, pack, weights);
   } else {
