@@ -65,10 +65,13 @@ def facts() -> dict[str, object]:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         model = next((x.split(":")[1].strip() for x in cpuinfo.read_text().splitlines() if "model name" in x), model)
+    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    mode = huge.read_text().partition("[")[2].partition("]")[0] if huge.exists() else ""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "processor": model,
         "threads": torch.get_num_threads(),
+        "transparent huge pages": mode or "unknown",
         "kernels": pagedkv_ops.backends()["cpu"],
         "torch": torch.__version__,
         "python": sys.version.split()[0],
