@@ -327,12 +327,11 @@ def run(only: set[str], short: bool, rounds: int, peers: list[str]) -> list[Row]
             for heads in ((8, 8), (9, 3), (8, 2), (8, 1)):
                 for dtype in (BF16, F32):
                     add(bench_prefill(1024, 1024, heads, head_size, dtype, 0.6, max(3, rounds // 2), peers))
-    for num_tokens, goal in ((2048, 0.9), (64, 0.65)):
-        for layout in ("HND", "NHD"):
-            if "write" in only:
-                add(bench_write(num_tokens, layout, goal, 5 * rounds))
-            if "copy" in only:
-                add(bench_copy(num_tokens // 16, layout, goal, 5 * rounds))
+    sizes = [(2048, 0.9, "HND"), (2048, 0.9, "NHD"), (64, 0.65, "HND"), (64, 0.65, "NHD")]
+    if "write" in only:
+        add(*(bench_write(num_tokens, layout, goal, 5 * rounds) for num_tokens, goal, layout in sizes))
+    if "copy" in only:
+        add(*(bench_copy(num_tokens // 16, layout, goal, 5 * rounds) for num_tokens, goal, layout in sizes))
     if "overhead" in only:
         add(*bench_overhead(rounds))
     return rows
@@ -365,6 +364,7 @@ def plot(rows: list[Row], path: str) -> None:
         axes.barh([y + i * height for y in range(len(rows))], shares, height, label=name)
     axes.set_yticks([y + 0.4 - height / 2 for y in range(len(rows))], [f"{r.kind} {r.name}" for r in rows], fontsize=7)
     axes.axvline(100, color="black", linewidth=0.8)
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlabel("% of the ceiling in the same run (sequential read, memcpy, torch.mm)")
     axes.legend(fontsize=7)
