@@ -20,6 +20,7 @@ from pagedkv.errors import (
     InvalidArgumentError,
     OutOfBlocksError,
     UnknownBlockError,
+    integer,
 )
 
 Ids = npt.NDArray[np.int64]
@@ -42,9 +43,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, *, record_events: bool = False) -> None:
-        if num_blocks < 2:
-            raise InvalidArgumentError(f"num_blocks: expected at least 2 (one is the null block), got {num_blocks}")
-        self.num_blocks = num_blocks
+        self.num_blocks = num_blocks = integer("num_blocks", num_blocks, 2, " (one is the null block)")
         self.refs = array("q", bytes(8 * num_blocks))
         self.refs_np: Ids = np.frombuffer(self.refs, np.int64)
         self._flags = bytearray(num_blocks)

@@ -1,5 +1,10 @@
 """Named errors of the KV manager. Every one is raised before anything changes."""
 
+from __future__ import annotations
+
+import operator
+from typing import Any
+
 
 class PagedKVError(Exception):
     """Base of the errors below."""
@@ -7,6 +12,17 @@ class PagedKVError(Exception):
 
 class InvalidArgumentError(PagedKVError, ValueError):
     """An argument has a value or a type that is not accepted."""
+
+
+def integer(name: str, value: Any, minimum: int | None = None, note: str = "") -> int:
+    """`value` as an int; anything else, and less than `minimum`, is an InvalidArgumentError that says so."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidArgumentError(f"{name}: expected an int, got {value!r}") from None
+    if minimum is not None and number < minimum:
+        raise InvalidArgumentError(f"{name}: expected at least {minimum}{note}, got {number}")
+    return number
 
 
 class UnknownSequenceError(PagedKVError, LookupError):

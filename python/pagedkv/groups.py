@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagedkv.errors import InvalidArgumentError
+from pagedkv.errors import InvalidArgumentError, integer
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,13 @@ class GroupSpec:
     def __post_init__(self) -> None:
         if self.kind not in ("full", "sliding", "chunked"):
             raise InvalidArgumentError(f'GroupSpec.kind: expected "full", "sliding" or "chunked", got {self.kind!r}')
-        if (self.window is None) != (self.kind == "full") or (self.window is not None and self.window < 1):
+        if (self.window is None) != (self.kind == "full"):
             raise InvalidArgumentError(
                 f"GroupSpec.window: expected None for full and at least 1 otherwise, got {self.window} for {self.kind}"
             )
-        if self.block_size is not None and self.block_size < 1:
-            raise InvalidArgumentError(f"GroupSpec.block_size: expected at least 1, got {self.block_size}")
+        for name in ("window", "block_size"):
+            if getattr(self, name) is not None:
+                integer(f"GroupSpec.{name}", getattr(self, name), 1)
 
 
 class Group:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from array import array
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -20,6 +19,7 @@ from pagedkv.errors import (
     ReleasedPositionError,
     TruncationError,
     UnknownSequenceError,
+    integer,
 )
 from pagedkv.explain import PrefixExplanation, explain_prefix
 from pagedkv.groups import GroupSpec, resolve_groups
@@ -79,12 +79,10 @@ class KVCacheManager:
         groups: Sequence[GroupSpec] | None = None,
         causal: bool = True,
     ) -> None:
-        if block_size < 1:
-            raise InvalidArgumentError(f"block_size: expected at least 1, got {block_size}")
-        if not 0.0 <= watermark < 1.0:
-            raise InvalidArgumentError(f"watermark: expected a fraction in [0, 1), got {watermark}")
-        if num_host_blocks < 0:
-            raise InvalidArgumentError(f"num_host_blocks: expected at least 0, got {num_host_blocks}")
+        block_size = integer("block_size", block_size, 1)
+        num_host_blocks = integer("num_host_blocks", num_host_blocks, 0)
+        if not isinstance(watermark, int | float) or not 0.0 <= watermark < 1.0:
+            raise InvalidArgumentError(f"watermark: expected a fraction in [0, 1), got {watermark!r}")
         if groups is not None and sliding_window is not None:
             raise InvalidArgumentError("sliding_window: expected None with groups, which have windows of their own")
         if not causal and enable_prefix_caching:
@@ -126,7 +124,8 @@ class KVCacheManager:
         """Registers a sequence; allocates nothing.
 
         Args:
-            token_ids: ids (any sequence of ints, an array or a tensor), or a count where they are unknown.
+            token_ids: ids (any sequence of ints of at least 0, an array or a tensor), or a count where they are
+                unknown. None yet, [] or 0, is legal: `append` brings them.
             extra_keys: what else its KV depends on: (kind, value), or (kind, value, start, end) for a range of
                 positions. Only sequences with equal keys share blocks; values are plain ones.
             cache_salt: sequences share nothing with those of another salt.
@@ -153,7 +152,7 @@ class KVCacheManager:
             ReleasedPositionError: the next token would see positions that a window has given back.
         """
         seq = self._get(seq_id)
-        length = _integer("num_tokens", num_tokens)
+        length = integer("num_tokens", num_tokens)
         if not 0 <= length <= seq.num_tokens:
             raise TruncationError(f"num_tokens: expected 0..{seq.num_tokens} for sequence {seq_id!r}, got {length}")
         self._check_in_sight(seq, length)
@@ -392,15 +391,5 @@ def _keys(extra_keys: ExtraKeys, cache_salt: Any) -> KeySet:
     return KeySet(extra_keys, cache_salt) if extra_keys or cache_salt is not None else NO_KEYS
 
 
-def _integer(name: str, value: int) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise InvalidArgumentError(f"{name}: expected an int, got {value!r}") from None
-
-
 def _count(name: str, value: int) -> int:
-    count = _integer(name, value)
-    if count < 0:
-        raise InvalidArgumentError(f"{name}: expected at least 0, got {count}")
-    return count
+    return integer(name, value, 0)

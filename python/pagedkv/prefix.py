@@ -18,6 +18,7 @@ from typing import Any
 from pagedkv.errors import InvalidArgumentError
 
 TOKEN_BYTES = 8
+_SIGN_BYTE = TOKEN_BYTES - 1 if sys.byteorder == "little" else 0
 HashFn = Callable[[bytes], bytes]
 ExtraKeys = Sequence[tuple[Any, ...]]
 Extras = tuple[tuple[bytes, int], ...]  # (encoded pair, first position in the chunk it concerns), sorted
@@ -47,12 +48,15 @@ def pack_tokens(token_ids: Any, name: str = "token_ids") -> array[int] | int:
         return token_ids
     if isinstance(token_ids, str | bytes | bytearray):
         raise InvalidArgumentError(f"{name}: expected ints, got {type(token_ids).__name__}")
-    tokens = array("q")
     try:
         # half the time of array("q", token_ids)
-        tokens.frombytes(struct.pack(f"{len(token_ids)}q", *token_ids))
+        packed = struct.pack(f"{len(token_ids)}q", *token_ids)
     except (TypeError, struct.error) as error:
         raise InvalidArgumentError(f"{name}: expected a sequence of 64-bit ints, or a count ({error})") from None
+    if not packed[_SIGN_BYTE::TOKEN_BYTES].isascii():  # a sign bit is set; min() would take as long as packing
+        raise InvalidArgumentError(f"{name}: expected ids of at least 0, got {min(token_ids)}")
+    tokens = array("q")
+    tokens.frombytes(packed)
     return tokens
 
 

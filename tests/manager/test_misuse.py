@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import pytest
@@ -60,6 +62,10 @@ MISUSES: list[tuple[str, type[Exception], Any]] = [
     ("add bad salt", errors.InvalidArgumentError, lambda m: m.add("new", [1], cache_salt=object())),
     ("match bad tokens", errors.InvalidArgumentError, lambda m: m.match_prefix([1, "x"])),
     ("append bad tokens", errors.InvalidArgumentError, lambda m: m.append("a", [1, None])),
+    ("add a negative id", errors.InvalidArgumentError, lambda m: m.add("new", [1, -1])),
+    ("match a negative id", errors.InvalidArgumentError, lambda m: m.match_prefix([1, -1])),
+    ("append a negative id", errors.InvalidArgumentError, lambda m: m.append("a", [-1])),
+    ("append_step a negative id", errors.InvalidArgumentError, lambda m: m.append_step(["a"], [-1])),
     ("append negative count", errors.InvalidArgumentError, lambda m: m.append("a", -2)),
     ("allocate negative", errors.InvalidArgumentError, lambda m: m.allocate_slots("a", -1)),
     ("allocate a float", errors.InvalidArgumentError, lambda m: m.allocate_slots("waiting", 1.5)),
@@ -115,6 +121,9 @@ def test_misuse_changes_nothing(error, misuse):
     [
         ({"num_blocks": 1}, errors.InvalidArgumentError),
         ({"block_size": 0}, errors.InvalidArgumentError),
+        ({"num_blocks": None}, errors.InvalidArgumentError),
+        ({"block_size": 4.0}, errors.InvalidArgumentError),
+        ({"watermark": math.nan}, errors.InvalidArgumentError),
         ({"watermark": 1.0}, errors.InvalidArgumentError),
         ({"watermark": -0.1}, errors.InvalidArgumentError),
         ({"num_host_blocks": -1}, errors.InvalidArgumentError),
@@ -127,6 +136,34 @@ def test_misuse_changes_nothing(error, misuse):
 def test_settings(settings, error):
     with pytest.raises(error):
         KVCacheManager(**{"num_blocks": 10, "block_size": 4, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_blocks": 5.5}, "num_blocks: expected an int, got 5.5"),
+        ({"num_blocks": 1}, "num_blocks: expected at least 2 (one is the null block), got 1"),
+        ({"block_size": "16"}, "block_size: expected an int, got '16'"),
+        ({"num_host_blocks": None}, "num_host_blocks: expected an int, got None"),
+        ({"sliding_window": 4.5}, "GroupSpec.window: expected an int, got 4.5"),
+        ({"watermark": "0.1"}, "watermark: expected a fraction in [0, 1), got '0.1'"),
+    ],
+)
+def test_settings_are_named(settings, message):
+    with pytest.raises(errors.InvalidArgumentError, match=f"^{re.escape(message)}$"):
+        KVCacheManager(**{"num_blocks": 10, "block_size": 4, **settings})
+
+
+def test_a_sequence_without_tokens_is_legal():
+    """As one truncated to nothing is; its tokens come by `append`."""
+    manager = KVCacheManager(10, 4)
+    manager.add("a", [])
+    assert manager.num_tokens("a") == 0
+    assert manager.allocate_slots("a").slots == []
+    manager.append("a", [])
+    manager.append("a", range(5))
+    assert len(run(manager, "a").slots) == 5
+    manager.check_integrity()
 
 
 def test_attention_that_is_not_causal_is_prefilled_at_once():
