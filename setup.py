@@ -17,6 +17,9 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths
 
+if not os.environ.get("CXX"):
+    os.environ.pop("CXX", None)  # setuptools would take the first flag for the compiler
+
 # Each set of kernels is a translation unit of its own, chosen at run time: only these files may use these instructions.
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
@@ -74,7 +77,7 @@ class BuildExtension(build_ext):
     def build_extension(self, ext: Extension) -> None:
         if ext.name == DEFINITIONS:
             ext.sources = [self.write_definitions()]
-        compiler = os.environ.get("CXX") or self.compiler.compiler_cxx[0]
+        compiler = os.environ.get("CXX", self.compiler.compiler_cxx[0])
         if shutil.which(compiler) is None:
             raise SystemExit(
                 f"pagedkv needs a C++20 compiler to build its CPU kernels, and {compiler!r} was not found. Install "

@@ -8,12 +8,6 @@ namespace pagedkv {
 
 namespace {
 
-std::string sizes_text(const int64_t* values, int64_t n) {
-  std::string text = "[";
-  for (int64_t i = 0; i < n; ++i) text += (i ? ", " : "") + std::to_string(values[i]);
-  return text + "]";
-}
-
 // As Python prints a float.
 std::string float_text(double x) {
   if (std::isnan(x)) return "nan";
@@ -79,6 +73,12 @@ std::optional<TensorView> head_vector(const char* op, const char* argument, cons
 }
 
 }  // namespace
+
+std::string sizes_text(const int64_t* values, int64_t n) {
+  std::string text = "[";
+  for (int64_t i = 0; i < n; ++i) text += (i ? ", " : "") + std::to_string(values[i]);
+  return text + "]";
+}
 
 void fail(const char* op, const std::string& argument, const std::string& expectation, const std::string& actual) {
   throw std::runtime_error(std::string(op) + ": " + argument + " must " + expectation + ", got " + actual);
@@ -174,10 +174,12 @@ AttentionViews check_paged_attention(const char* op, const Tensor& query, const 
                    "be " + std::to_string(num_seqs) + " like seq_lens.size(0) when cu_seqlens_q is not given",
                    std::to_string(q.size(0)));
   }
+  PAGEDKV_EXPECT(op, !options.scale || std::isfinite(*options.scale), "scale", "be finite", float_text(*options.scale));
   const char* unlimited = "be -1 (unlimited) or more";
   PAGEDKV_EXPECT(op, options.window_left >= -1, "window_left", unlimited, std::to_string(options.window_left));
   PAGEDKV_EXPECT(op, options.window_right >= -1, "window_right", unlimited, std::to_string(options.window_right));
-  PAGEDKV_EXPECT(op, options.softcap >= 0, "softcap", "be 0 (off) or more", float_text(options.softcap));
+  PAGEDKV_EXPECT(op, options.softcap >= 0 && std::isfinite(options.softcap), "softcap",
+                 "be 0 (off) or more, and finite", float_text(options.softcap));
   PAGEDKV_EXPECT(op, options.num_splits >= 0, "num_splits", "be 0 (automatic) or more",
                  std::to_string(options.num_splits));
   views.alibi_slopes = head_vector(op, "alibi_slopes", options.alibi_slopes, q);

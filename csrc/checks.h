@@ -13,6 +13,8 @@ namespace pagedkv {
 [[noreturn]] void fail(const char* op, const std::string& argument, const std::string& expectation,
                        const std::string& actual);
 
+std::string sizes_text(const int64_t* values, int64_t n);
+
 // The texts are built only when the condition does not hold.
 #define PAGEDKV_EXPECT(op, condition, argument, expectation, actual) \
   do {                                                               \
@@ -75,6 +77,8 @@ void check_swap_blocks(const TensorView& src, const TensorView& dst, const Tenso
 TensorView check_gather_cache(const Tensor& cache);
 
 // Values of index tensors, checked before the first byte is written.
+// `index` of a tensor in a list.
+void check_places(const char* op, const char* argument, const TensorView& cache, int64_t index = -1);
 void check_distinct_caches(const char* op, const CacheViews& caches);
 void check_slots(const char* op, const TensorView& slot_mapping, const TensorView& cache);
 void check_seq_lens(const char* op, const TableViews& table, int64_t block_size);

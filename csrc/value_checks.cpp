@@ -49,11 +49,32 @@ bool share_elements(const TensorView& a, const TensorView& b) {
   return reachable(bytes / itemsize, dims.data(), 4);
 }
 
+std::string in_blocks(int64_t num_blocks, const char* note) {
+  return num_blocks ? "be in 0.." + std::to_string(num_blocks - 1) + note : "be absent (there are no blocks)";
+}
+
 std::string at(const char* name, int64_t i) { return std::string(name) + "[" + std::to_string(i) + "]"; }
 
 }  // namespace
 
+void check_places(const char* op, const char* argument, const TensorView& cache, int64_t index) {
+  if (cache.numel() == 0) return;
+  for (int64_t i = 0; i < cache.dim; ++i) {
+    if (cache.size(i) <= 1) continue;
+    int64_t reach = 0;  // of the dimensions with smaller strides
+    for (int64_t j = 0; j < cache.dim; ++j) {
+      const bool smaller = cache.stride(j) < cache.stride(i) || (cache.stride(j) == cache.stride(i) && j > i);
+      if (smaller) reach += (cache.size(j) - 1) * cache.stride(j);
+    }
+    PAGEDKV_EXPECT(op, cache.stride(i) > reach, index < 0 ? argument : at(argument, index),
+                   "have a place of its own in memory for each element",
+                   "strides " + sizes_text(cache.strides, cache.dim));
+  }
+}
+
 void check_distinct_caches(const char* op, const CacheViews& caches) {
+  check_places(op, "key_cache", caches.key);
+  check_places(op, "value_cache", caches.value);
   if (share_elements(caches.key, caches.value)) {
     throw std::runtime_error(std::string(op) + ": key_cache and value_cache must not share elements");
   }
@@ -100,7 +121,7 @@ void check_block_ids(const char* op, const TensorView& block_table, int64_t seq,
     const int64_t id = row[i];
     PAGEDKV_EXPECT(op, 0 <= id && id < num_blocks,
                    "block_table[" + std::to_string(seq) + ", " + std::to_string(i) + "]",
-                   "be in 0.." + std::to_string(num_blocks - 1) + " (num_blocks - 1)", std::to_string(id));
+                   in_blocks(num_blocks, " (num_blocks - 1)"), std::to_string(id));
   }
 }
 
@@ -118,10 +139,8 @@ void check_block_mapping(const char* op, const TensorView& block_mapping, int64_
   std::vector<bool> written(num_dst);
   for (int64_t i = 0; i < block_mapping.size(0); ++i) {
     const int64_t src = entry(i, 0), dst = entry(i, 1);
-    PAGEDKV_EXPECT(op, 0 <= src && src < num_src, name(i, "0"), "be in 0.." + std::to_string(num_src - 1),
-                   std::to_string(src));
-    PAGEDKV_EXPECT(op, 0 <= dst && dst < num_dst, name(i, "1"), "be in 0.." + std::to_string(num_dst - 1),
-                   std::to_string(dst));
+    PAGEDKV_EXPECT(op, 0 <= src && src < num_src, name(i, "0"), in_blocks(num_src, ""), std::to_string(src));
+    PAGEDKV_EXPECT(op, 0 <= dst && dst < num_dst, name(i, "1"), in_blocks(num_dst, ""), std::to_string(dst));
     PAGEDKV_EXPECT(op, !written[dst], name(i, "1"), "name each destination block once", std::to_string(dst));
     written[dst] = true;
   }

@@ -10,6 +10,7 @@ Every error is a ``RuntimeError`` of the form ``op: argument must <expectation>,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -135,10 +136,14 @@ def _check_head_vector(op: str, argument: str, tensor: Tensor | None, query: Ten
     _size(op, argument, tensor, 0, query.size(1), "query.size(1)")
 
 
-def _check_options(op: str, window_left: int, window_right: int, softcap: float, num_splits: int) -> None:
+def _check_options(
+    op: str, scale: float | None, window_left: int, window_right: int, softcap: float, num_splits: int
+) -> None:
+    if scale is not None:
+        _expect(op, -math.inf < scale < math.inf, "scale", "be finite", scale)
     _expect(op, window_left >= -1, "window_left", "be -1 (unlimited) or more", window_left)
     _expect(op, window_right >= -1, "window_right", "be -1 (unlimited) or more", window_right)
-    _expect(op, softcap >= 0, "softcap", "be 0 (off) or more", softcap)
+    _expect(op, 0 <= softcap < math.inf, "softcap", "be 0 (off) or more, and finite", softcap)
     _expect(op, num_splits >= 0, "num_splits", "be 0 (automatic) or more", num_splits)
 
 
@@ -181,7 +186,7 @@ def check_paged_attention(
         _index(op, "cu_seqlens_q", cu_seqlens_q)
         _device(op, "cu_seqlens_q", cu_seqlens_q, key_cache, "key_cache")
         _size(op, "cu_seqlens_q", cu_seqlens_q, 0, seq_lens.size(0) + 1, "seq_lens.size(0) + 1")
-    _check_options(op, window_left, window_right, softcap, num_splits)
+    _check_options(op, scale, window_left, window_right, softcap, num_splits)
     _check_head_vector(op, "alibi_slopes", alibi_slopes, query)
     _check_head_vector(op, "sinks", sinks, query)
     _unsupported_scales(op, k_scale=k_scale, v_scale=v_scale)

@@ -134,6 +134,7 @@ def paged_attention_with_lse(
         block_table,
         seq_lens,
         cu_seqlens_q,
+        scale=scale,
         window_left=window_left,
         window_right=window_right,
         softcap=softcap,
@@ -235,6 +236,8 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 def copy_blocks(caches: Sequence[Tensor], block_mapping: Tensor) -> None:
     checks.check_copy_blocks(caches, block_mapping)
+    for i, cache in enumerate(caches):
+        value_checks.check_places("copy_blocks", f"caches[{i}]", cache)
     fewest = min(cache.size(0) for cache in caches)
     value_checks.check_block_mapping("copy_blocks", block_mapping, fewest, fewest)
     src, dst = block_mapping.long().unbind(1)
@@ -244,6 +247,7 @@ def copy_blocks(caches: Sequence[Tensor], block_mapping: Tensor) -> None:
 
 def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     checks.check_swap_blocks(src, dst, block_mapping)
+    value_checks.check_places("swap_blocks", "dst", dst)
     value_checks.check_block_mapping("swap_blocks", block_mapping, src.size(0), dst.size(0))
     from_ids, to_ids = block_mapping.long().unbind(1)
     dst[to_ids.to(dst.device)] = src[from_ids.to(src.device)].to(dst.device)

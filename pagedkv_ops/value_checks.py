@@ -52,10 +52,14 @@ def check_cu_seqlens_q(op: str, cu_seqlens_q: Tensor, num_tokens: int) -> None:
         _fail(op, f"cu_seqlens_q[{last}]", f"be at most {num_tokens} (query.size(0))", values[-1])
 
 
+def _in_blocks(num_blocks: int, note: str = "") -> str:
+    return f"be in 0..{num_blocks - 1}{note}" if num_blocks else "be absent (there are no blocks)"
+
+
 def check_block_ids(op: str, row: list[int], b: int, columns: range, num_blocks: int) -> None:
     for column in columns:
         if not 0 <= row[column] < num_blocks:
-            _fail(op, f"block_table[{b}, {column}]", f"be in 0..{num_blocks - 1} (num_blocks - 1)", row[column])
+            _fail(op, f"block_table[{b}, {column}]", _in_blocks(num_blocks, " (num_blocks - 1)"), row[column])
 
 
 def check_attention_values(
@@ -92,16 +96,32 @@ def check_block_mapping(op: str, block_mapping: Tensor, num_src: int, num_dst: i
     written: set[int] = set()
     for i, (src, dst) in enumerate(block_mapping.tolist()):
         if not 0 <= src < num_src:
-            _fail(op, f"block_mapping[{i}, 0]", f"be in 0..{num_src - 1}", src)
+            _fail(op, f"block_mapping[{i}, 0]", _in_blocks(num_src), src)
         if not 0 <= dst < num_dst:
-            _fail(op, f"block_mapping[{i}, 1]", f"be in 0..{num_dst - 1}", dst)
+            _fail(op, f"block_mapping[{i}, 1]", _in_blocks(num_dst), dst)
         if dst in written:
             _fail(op, f"block_mapping[{i}, 1]", "name each destination block once", dst)
         written.add(dst)
 
 
+def check_places(op: str, argument: str, cache: Tensor) -> None:
+    """A cache that is written has a place in memory for each element: it is not expanded, nor do its rows overlap.
+
+    As in every view of a tensor that has: each stride steps over all that the smaller ones reach.
+    """
+    dims = sorted((stride, size) for stride, size in zip(cache.stride(), cache.shape, strict=True) if size > 1)
+    reach = 0
+    for stride, size in dims if cache.numel() else []:
+        if stride <= reach:
+            strides = ", ".join(map(str, cache.stride()))
+            _fail(op, argument, "have a place of its own in memory for each element", f"strides [{strides}]")
+        reach += (size - 1) * stride
+
+
 def check_distinct_caches(op: str, key_cache: Tensor, value_cache: Tensor) -> None:
-    """K and V may be interleaved views of one storage, but no element may belong to both."""
+    """K and V may be interleaved views of one storage, but no element may belong to both, or twice to one."""
+    check_places(op, "key_cache", key_cache)
+    check_places(op, "value_cache", value_cache)
     if shares_elements(key_cache, value_cache):
         raise RuntimeError(f"{op}: key_cache and value_cache must not share elements")
 

@@ -90,6 +90,7 @@ void copy_pairs(std::vector<BlockCopy>& copies, const Pairs& pairs, bool stage) 
 void copy_blocks(const std::vector<Tensor>& caches, const Tensor& block_mapping) {
   const std::vector<TensorView> views = check_copy_blocks(caches, block_mapping);
   const Pairs pairs{TensorView(block_mapping)};
+  for (size_t i = 0; i < views.size(); ++i) check_places("copy_blocks", "caches", views[i], i);
   int64_t fewest = views[0].size(0);
   for (const TensorView& view : views) fewest = min_of(fewest, view.size(0));
   check_block_mapping("copy_blocks", pairs.mapping, fewest, fewest);
@@ -103,6 +104,7 @@ void swap_blocks(const Tensor& src, const Tensor& dst, const Tensor& block_mappi
   const TensorView from(src), to(dst);
   check_swap_blocks(from, to, block_mapping);
   const Pairs pairs{TensorView(block_mapping)};
+  check_places("swap_blocks", "dst", to);
   check_block_mapping("swap_blocks", pairs.mapping, from.size(0), to.size(0));
   std::vector<BlockCopy> copies;
   copies.emplace_back(from, to);

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import checks
+from .. import checks, value_checks
 from . import debug
 from .launch import launch
 
@@ -84,6 +84,8 @@ def _of_three_dimensions(caches: Sequence[Tensor]) -> list[Tensor]:
 
 def copy_blocks(caches: Sequence[Tensor], block_mapping: Tensor) -> None:
     checks.check_copy_blocks(caches, block_mapping)
+    for i, cache in enumerate(caches):
+        value_checks.check_places("copy_blocks", f"caches[{i}]", cache)
     num_blocks = min(cache.size(0) for cache in caches)
     debug.check_block_mapping("copy_blocks", block_mapping, num_blocks, num_blocks)
     block_mapping = block_mapping.contiguous()

@@ -23,6 +23,7 @@ _STAGE_BYTES = 16 << 20  # of a buffer: long enough to reach full PCIe speed, sh
 def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     """Ordered with the current stream of the device; returns to the host with a CPU destination complete."""
     checks.check_swap_blocks(src, dst, block_mapping)
+    value_checks.check_places("swap_blocks", "dst", dst)
     value_checks.check_block_mapping("swap_blocks", block_mapping, src.size(0), dst.size(0))  # it lives on the CPU
     if debug.capturing():
         raise RuntimeError(

@@ -6,6 +6,7 @@ A change is the new value or a function of the good one; ids name the rule that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -135,9 +136,13 @@ _QUERY: dict[str, Changes] = {
     "cu_seqlens_q dtype": {"cu_seqlens_q": _to(torch.uint8)},
     "cu_seqlens_q device": {"cu_seqlens_q": _meta},
     "cu_seqlens_q size": {"cu_seqlens_q": _drop(0)},
+    "scale nan": {"scale": math.nan},
+    "scale inf": {"scale": -math.inf},
     "window_left": {"window_left": -2},
     "window_right": {"window_right": -5},
     "softcap": {"softcap": -1.0},
+    "softcap nan": {"softcap": math.nan},
+    "softcap inf": {"softcap": math.inf},
     "num_splits": {"num_splits": -1},
     "alibi_slopes rank": {"alibi_slopes": _shape(1, 4)},
     "alibi_slopes dtype": {"alibi_slopes": _shape(4, dtype=torch.int32)},
@@ -267,21 +272,45 @@ def _overlapping_columns() -> Changes:
     return {"key_cache": pool[..., :16], "value_cache": pool[..., 15:]}
 
 
+def _expanded(dim: int) -> Callable[[Tensor], Tensor]:
+    """One element along ``dim`` for all."""
+    return lambda tensor: tensor.narrow(dim, 0, 1).clone().expand(tensor.shape)
+
+
+def _overlapping_rows(tensor: Tensor) -> Tensor:
+    """Each block starts at the last row of the one before it."""
+    strides = (tensor.stride(0) - tensor.stride(1), *tensor.stride()[1:])
+    return torch.zeros_like(tensor).as_strided(tensor.shape, strides)
+
+
+def _no_blocks(tensor: Tensor) -> Tensor:
+    return tensor[:0]
+
+
 _SLOTS: dict[str, Changes] = {
     "slot too large": {"slot_mapping": _set(2, 20)},
     "slot beyond 32 bits": {"slot_mapping": _set(0, 2**40)},
     "same cache twice": _same_cache(),
     "caches share blocks": _half_shared_caches(),
     "caches share a column": _overlapping_columns(),
+    "key_cache blocks expanded": {"key_cache": _expanded(0)},
+    "value_cache heads expanded": {"value_cache": _expanded(2)},
+    "key_cache rows overlap": {"key_cache": _overlapping_rows},
 }
+_EMPTY_POOL: dict[str, Changes] = {"block id without blocks": {"key_cache": _no_blocks, "value_cache": _no_blocks}}
 
 VALUES: dict[str, dict[str, Changes]] = {
     "write_kv": _SLOTS,
-    "paged_attention": {**_LENGTHS, **_IDS, **_BOUNDS},
-    "paged_attention_with_lse": {**_LENGTHS, **_IDS, **_BOUNDS},
+    "paged_attention": {**_LENGTHS, **_IDS, **_BOUNDS, **_EMPTY_POOL},
+    "paged_attention_with_lse": {**_LENGTHS, **_IDS, **_BOUNDS, **_EMPTY_POOL},
     "paged_attention_append": {**_SLOTS, **_LENGTHS, **_IDS, **_BOUNDS},
     "merge_states": {},
-    "copy_blocks": _PAIRS,
-    "swap_blocks": _PAIRS,
+    "copy_blocks": {**_PAIRS, "expanded": {"caches": lambda t: [t[0], _expanded(1)(t[1])]}},
+    "swap_blocks": {
+        **_PAIRS,
+        "dst expanded": {"dst": _expanded(0)},
+        "source without blocks": {"src": _no_blocks},
+        "destination without blocks": {"dst": _no_blocks},
+    },
     "gather_kv": {**_LENGTHS, **_IDS},
 }

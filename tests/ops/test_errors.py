@@ -66,7 +66,7 @@ def test_every_argument_has_a_bad_input(op):
     """The lists above name each argument at least once, save those that no value can make wrong."""
     arguments = {argument.name for argument in getattr(torch.ops.pagedkv, op).default._schema.arguments}
     changed = {name for rule in (SHAPES[op], VALUES[op]) for change in rule.values() for name in change}
-    assert arguments - changed <= {"scale", "causal"}
+    assert arguments - changed <= {"causal"}
 
 
 @pytest.mark.parametrize("op", SCHEMAS)
@@ -149,7 +149,10 @@ slot too large -> slot_mapping[2] must be below 20 (num_blocks * block_size), go
 slot beyond 32 bits -> slot_mapping[0] must be below 20 (num_blocks * block_size), got 1099511627776
 same cache twice -> key_cache and value_cache must not share elements
 caches share blocks -> key_cache and value_cache must not share elements
-caches share a column -> key_cache and value_cache must not share elements""",
+caches share a column -> key_cache and value_cache must not share elements
+key_cache blocks expanded -> key_cache must have a place of its own in memory for each element, got strides [0, 32, 16, 1]
+value_cache heads expanded -> value_cache must have a place of its own in memory for each element, got strides [32, 8, 0, 1]
+key_cache rows overlap -> key_cache must have a place of its own in memory for each element, got strides [96, 32, 16, 1]""",
     )
 
 
@@ -181,9 +184,13 @@ cu_seqlens_q rank -> cu_seqlens_q must be [batch+1], got [1, 3]
 cu_seqlens_q dtype -> cu_seqlens_q must be int32 or int64, got uint8
 cu_seqlens_q device -> cu_seqlens_q must be on cpu like key_cache, got meta
 cu_seqlens_q size -> cu_seqlens_q.size(0) must be 3 like seq_lens.size(0) + 1, got 2
+scale nan -> scale must be finite, got nan
+scale inf -> scale must be finite, got -inf
 window_left -> window_left must be -1 (unlimited) or more, got -2
 window_right -> window_right must be -1 (unlimited) or more, got -5
-softcap -> softcap must be 0 (off) or more, got -1.0
+softcap -> softcap must be 0 (off) or more, and finite, got -1.0
+softcap nan -> softcap must be 0 (off) or more, and finite, got nan
+softcap inf -> softcap must be 0 (off) or more, and finite, got inf
 num_splits -> num_splits must be 0 (automatic) or more, got -1
 alibi_slopes rank -> alibi_slopes must be [num_heads], got [1, 4]
 alibi_slopes dtype -> alibi_slopes must be float32, float16 or bfloat16, got int32
@@ -210,7 +217,8 @@ block id beyond 32 bits -> block_table[0, 0] must be in 0..4 (num_blocks - 1), g
 cu_seqlens_q starts above 0 -> cu_seqlens_q[0] must be 0, got 1
 cu_seqlens_q starts below 0 -> cu_seqlens_q[0] must be 0, got -1
 cu_seqlens_q decreases -> cu_seqlens_q[2] must be at least cu_seqlens_q[1] = 9, got 4
-cu_seqlens_q ends above T -> cu_seqlens_q[2] must be at most 4 (query.size(0)), got 5""",
+cu_seqlens_q ends above T -> cu_seqlens_q[2] must be at most 4 (query.size(0)), got 5
+block id without blocks -> block_table[0, 0] must be absent (there are no blocks), got 2""",
     )
 
 
@@ -267,7 +275,8 @@ source too large -> block_mapping[1, 0] must be in 0..4, got 5
 source negative -> block_mapping[1, 0] must be in 0..4, got -1
 destination too large -> block_mapping[1, 1] must be in 0..4, got 2147483647
 destination negative -> block_mapping[0, 1] must be in 0..4, got -3
-destination twice -> block_mapping[1, 1] must name each destination block once, got 1""",
+destination twice -> block_mapping[1, 1] must name each destination block once, got 1
+expanded -> caches[1] must have a place of its own in memory for each element, got strides [16, 0, 8, 1]""",
     )
 
 
@@ -289,7 +298,10 @@ source too large -> block_mapping[1, 0] must be in 0..4, got 5
 source negative -> block_mapping[1, 0] must be in 0..4, got -1
 destination too large -> block_mapping[1, 1] must be in 0..2, got 2147483647
 destination negative -> block_mapping[0, 1] must be in 0..2, got -3
-destination twice -> block_mapping[1, 1] must name each destination block once, got 1""",
+destination twice -> block_mapping[1, 1] must name each destination block once, got 1
+dst expanded -> dst must have a place of its own in memory for each element, got strides [0, 32, 16, 1]
+source without blocks -> block_mapping[0, 0] must be absent (there are no blocks), got 0
+destination without blocks -> block_mapping[0, 1] must be absent (there are no blocks), got 1""",
     )
 
 

@@ -138,6 +138,15 @@ def test_gather_clamps_lengths_and_ids(kernels: Kernels) -> None:
     assert gathered[0, :, 0, 0].tolist() == [1, 1, 0, 0, 0, 0]
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="the move to a device would make an expanded tensor dense")
+def test_expanded_destinations_are_refused(kernels: Kernels) -> None:
+    cache, mapping = torch.zeros(4, 2), torch.tensor([[0, 1]])
+    with pytest.raises(RuntimeError, match=r"copy_blocks: caches\[1\] must have a place of its own in memory"):
+        kernels.op("copy_blocks", [cache, cache[:1].expand(4, 2)], mapping)
+    with pytest.raises(RuntimeError, match="swap_blocks: dst must have a place of its own in memory"):
+        kernels.op("swap_blocks", cache.to("meta"), cache[:1].to("meta").expand(4, 2), mapping)
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="test_device.py swaps with a real device")
 def test_swap_within_the_device(kernels: Kernels) -> None:
     """Of equal devices: the branch that two tensors on one GPU take, here on meta tensors and so without values."""
