@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import time
@@ -72,6 +71,7 @@ class EngineCore:
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._prefix_keys = PrefixKeys()
         self._prefix_key: Any = None  # during `generate`: looking at every weight takes 3 ms on a model of 30 layers
+        self._frozen_key = self._prefix_keys.current(model) if compile else None
         self._requests: dict[int, Request] = {}
         self._new_id = itertools.count().__next__
         self._lock = threading.RLock()
@@ -117,40 +117,44 @@ class EngineCore:
                 can never fit; nothing was added.
         """
         ids = encode_prompt(prompt, self.tokenizer, self._vocabulary)
+        processors = logits_processor, stopping_criteria
         settings = Settings(
-            self.model,
-            self.tokenizer,
-            generation_config,
-            len(ids),
-            logits_processor,
-            stopping_criteria,
-            logprobs,
-            **options,
+            self.model, self.tokenizer, generation_config, len(ids), *processors, logprobs=logprobs, **options
         )
         check_fit(self.runner, self.scheduler, len(ids), settings)
-        if streamer is not None and settings.num_samples > 1:
-            raise InvalidArgumentError(f"streamer: expected a request with one sample, got {settings.num_samples}")
         if logprobs is not None and not 0 <= logprobs <= self._vocabulary:
             raise InvalidArgumentError(f"logprobs: expected 0..{self._vocabulary}, got {logprobs}")
-        if streamer is not None:
-            streamer.put(torch.tensor([ids]))
         seed = int(torch.randint(2**62, ())) if seed is None else seed
         with self._lock:
             if self._closed:
                 raise RuntimeError("the engine is closed")
-            number = self._new_id()
-            request = Request(number, ids, streamer, time.monotonic())
-            for index in range(settings.num_samples):
-                generator = torch.Generator(self.runner.device).manual_seed(seed + index)
-                seq = Sequence(self.scheduler.new_id(), (-priority, number), list(ids), settings)
-                seq.record = Record(request, index, generator, [])
-                request.live[index] = seq
-            first = request.live[0]
-            first.num_forks = settings.num_samples - 1
-            self.scheduler.add(first, cache_salt, self._prefix_key or self._prefix_keys.current(self.model))
-            self._requests[number] = request
-            self._counts["prompt"] += len(ids)
-        return number
+            keys = cache_salt, self._current_key()
+            if streamer is not None:
+                _begin_stream(streamer, ids, settings)
+            request = Request(self._new_id(), ids, streamer, time.monotonic())
+            self._queue(request, settings, priority, seed, keys)
+            return request.id
+
+    def _current_key(self) -> Any:
+        """Weights and adapters, for the identity of prefixes."""
+        key = self._prefix_key or self._prefix_keys.current(self.model)
+        if self._frozen_key not in (None, key):
+            raise InvalidArgumentError(
+                "model: expected the weights and adapters that were compiled, got changed ones; make a new Engine"
+            )
+        return key
+
+    def _queue(self, request: Request, settings: Settings, priority: int, seed: int, keys: tuple[Any, Any]) -> None:
+        for index in range(settings.num_samples):
+            generator = torch.Generator(self.runner.device).manual_seed(seed + index)
+            seq = Sequence(self.scheduler.new_id(), (-priority, request.id), list(request.prompt_ids), settings)
+            seq.record = Record(request, index, generator, [])
+            request.live[index] = seq
+        first = request.live[0]
+        first.num_forks = settings.num_samples - 1
+        self.scheduler.add(first, *keys)
+        self._requests[request.id] = request
+        self._counts["prompt"] += len(request.prompt_ids)
 
     def abort(self, request_id: int) -> bool:
         """Ends a request and frees its blocks, also from a callback; False if it is not there any more."""
@@ -341,8 +345,7 @@ class EngineCore:
         if not request.live:
             self._requests.pop(request.id, None)
             if request.streamer is not None:
-                with contextlib.suppress(Exception):  # it may be what has failed
-                    request.streamer.end()
+                _end_stream(request.streamer, result)
 
     # Accounts.
 
@@ -380,6 +383,25 @@ class EngineCore:
             for request_id in list(self._requests):
                 self.abort(request_id)
             self._closed = True
+
+
+def _begin_stream(streamer: Any, ids: list[int], settings: Settings) -> None:
+    if settings.num_samples > 1:
+        raise InvalidArgumentError(f"streamer: expected a request with one sample, got {settings.num_samples}")
+    try:
+        streamer.put(torch.tensor([ids]))
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"streamer: expected one that takes the prompt, its put() raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _end_stream(streamer: Any, result: Result) -> None:
+    try:
+        streamer.end()
+    except Exception as error:  # whatever a user's streamer raises
+        text = f"streamer.end(): {type(error).__name__}: {error}"
+        result.error = text if result.error is None else f"{result.error}; {text}"
 
 
 def _check_mode(model: PreTrainedModel) -> None:

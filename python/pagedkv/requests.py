@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -52,12 +53,18 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
     """The ids of a prompt.
 
     Raises:
-        InvalidArgumentError: it has none, or one outside the vocabulary, or it is text and there is no tokenizer.
+        InvalidArgumentError: it has none, or one outside the vocabulary, or it is text and there is no tokenizer, or
+            neither text nor ids.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidArgumentError("prompt: expected token ids, as the engine has no tokenizer, got a string")
         prompt = tokenizer(prompt)["input_ids"]
+    if isinstance(prompt, torch.Tensor) and prompt.dim() != 1:
+        raise InvalidArgumentError(f"prompt: expected token ids [T], got a tensor of shape {tuple(prompt.shape)}")
+    if isinstance(prompt, Mapping) or not isinstance(prompt, Iterable):
+        hint = "; pass the rows of its input_ids" if isinstance(prompt, Mapping) else ""
+        raise InvalidArgumentError(f"prompt: expected text or token ids, got {type(prompt).__name__}{hint}")
     ids: list[Any] = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
     if not ids or not all(isinstance(token, int) and 0 <= token < vocabulary for token in ids):
         raise InvalidArgumentError(
@@ -65,6 +72,27 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
             f"({len(ids)} in all)"
         )
     return ids
+
+
+def check_prompts(prompts: Any) -> None:
+    """Refuse what is one prompt or a batch of another kind where a list of prompts is due.
+
+    Raises:
+        InvalidArgumentError: with what to pass instead.
+    """
+    if isinstance(prompts, Mapping):
+        got = f"{type(prompts).__name__}; pass its input_ids"
+    elif isinstance(prompts, str):
+        got = "a string"
+    elif isinstance(prompts, torch.Tensor) and prompts.dim() == 1:
+        got = "a tensor [T] of token ids; pass [ids]"
+    elif not isinstance(prompts, Seq | torch.Tensor):
+        got = type(prompts).__name__
+    elif any(isinstance(prompt, int) for prompt in prompts):
+        got = "token ids; pass [ids]"
+    else:
+        return
+    raise InvalidArgumentError(f"prompts: expected a list of prompts, got {got}")
 
 
 def check_fit(runner: Runner, scheduler: Scheduler, num_prompt: int, settings: Settings) -> None:

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import BatchEncoding, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
+
+from pagedkv.errors import InvalidArgumentError
 
 from .conftest import build_llama
 from .oracle import assert_native, prompts
@@ -172,3 +174,53 @@ def test_a_closed_engine_takes_nothing(llama, make_engine):
 def test_a_failed_stream_raises_what_happened(llama, make_engine):
     with pytest.raises(RuntimeError, match="on purpose"):
         list(make_engine(llama).stream([1, 2], max_new_tokens=9, logits_processor=[_Raises()]))
+
+
+class _FailsAt(BaseStreamer):
+    def __init__(self, method):
+        self.method = method
+
+    def put(self, value):
+        if self.method == "put":
+            raise ValueError("on purpose")
+
+    def end(self):
+        if self.method == "end":
+            raise ValueError("on purpose")
+
+
+def test_a_streamer_that_fails_on_the_prompt_adds_nothing(llama, make_engine):
+    engine = make_engine(llama)
+    with pytest.raises(InvalidArgumentError, match=r"streamer: .* put\(\) raised ValueError: on purpose"):
+        engine.add_request([1, 2, 3], max_new_tokens=3, streamer=_FailsAt("put"))
+    assert engine.stats().num_waiting == engine.stats().num_prompt_tokens == 0
+
+
+def test_a_streamer_that_fails_at_the_end_is_reported_beside_the_tokens(llama, make_engine):
+    failed, fine = (
+        make_engine(llama).generate([[1, 2, 3]], max_new_tokens=3, streamer=_FailsAt(method))[0]
+        for method in ("end", None)
+    )
+    assert failed.error == "streamer.end(): ValueError: on purpose"
+    assert fine.error is None
+    assert (failed.token_ids, failed.finish_reason) == (fine.token_ids, "length")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ([1, 2, 3], r"prompts: expected a list of prompts, got token ids; pass \[ids\]"),
+        (torch.tensor([1, 2, 3]), r"got a tensor \[T\] of token ids; pass \[ids\]"),
+        ("text", "prompts: expected a list of prompts, got a string"),
+        (BatchEncoding({"input_ids": [[1, 2]]}), "got BatchEncoding; pass its input_ids"),
+        (5, "prompts: expected a list of prompts, got int"),
+        ([torch.tensor([[1, 2]])], r"prompt: expected token ids \[T\], got a tensor of shape \(1, 2\)"),
+        ([{"input_ids": [1]}], "prompt: expected text or token ids, got dict; pass the rows of its input_ids"),
+        ([[1], None], "prompt: expected text or token ids, got NoneType"),
+    ],
+)
+def test_what_is_no_list_of_prompts_is_refused_with_what_to_pass(llama, make_engine, given, text):
+    engine = make_engine(llama)
+    with pytest.raises(InvalidArgumentError, match=text):
+        engine.generate(given, max_new_tokens=3)
+    assert engine.stats().num_waiting == 0
