@@ -1,10 +1,14 @@
 """Decode steps from static buffers: eager, compiled and captured ones agree, and nothing is compiled while serving."""
 
+import contextlib
+import functools
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 import pagedkv
+from pagedkv.errors import InvalidArgumentError
 from pagedkv_ops.testing import assert_no_cache_clone
 
 from .oracle import assert_native, prompts
@@ -27,9 +31,9 @@ def test_compiled_steps_give_the_tokens_of_generate(llama, compiled):
     assert_native(llama, results, max_new_tokens=16)
 
 
-def test_one_whole_graph_per_bucket_and_none_while_serving(compiled):
+def test_one_whole_graph_for_prompts_and_decode_and_none_while_serving(compiled):
     graphs = counters["stats"]["unique_graphs"]
-    assert graphs == 2
+    assert graphs == 1
     assert not counters["graph_break"]
     with torch.compiler.set_stance("fail_on_recompile"):
         for count in (1, 2, 3, 5, 6):
@@ -45,6 +49,46 @@ def test_speculation_and_samples_beside_compiled_steps(llama, compiled):
     assert len({tuple(result.token_ids) for result in results}) == 6
 
 
+def test_engines_do_not_take_each_others_graphs(compiled):
+    """Graphs are used without looking at the model they were made of."""
+    from .conftest import build_llama
+
+    other = build_llama(num_hidden_layers=1)
+    with pagedkv.Engine(other, num_blocks=64, block_size=4, max_num_seqs=6, buckets=[6], compile=True) as engine:
+        assert_native(other, engine.generate(prompts(3, 1, 20), max_new_tokens=8), max_new_tokens=8)
+        other.lm_head.weight.data.mul_(2)
+        other.lm_head.weight.data = other.lm_head.weight.data.clone()
+        with pytest.raises(InvalidArgumentError, match="make a new Engine"):
+            engine.generate([[1, 2, 3]], max_new_tokens=2)
+
+
+def test_captured_graphs_are_replayed_per_bucket(llama, make_engine, monkeypatch):
+    """The path of a CUDA device, with graphs that compute again when they are replayed."""
+    captured = []
+
+    class Graph:
+        def replay(self):
+            captured.append(self)
+            self.logits.copy_(self.compute())
+
+    engine = make_engine(llama, max_num_seqs=4)
+    runner = engine.runner
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: contextlib.nullcontext())
+    runner._capture(False)
+    assert sorted(runner._graphs) == runner.buckets == [1, 2, 4]
+    for size, (graph, logits) in runner._graphs.items():
+        graph.logits, graph.compute = logits, functools.partial(_again, runner, size)
+    assert_native(llama, engine.generate(prompts(3, 1, 20), max_new_tokens=8), max_new_tokens=8)
+    assert {runner._graphs[size][0] for size in (1, 2, 4)} >= set(captured) != set()
+
+
+def _again(runner, size):
+    with runner.patch.attention():
+        return runner._forward(runner._inputs[size])
+
+
 def test_padding_rows_change_nothing(llama, make_engine):
     asked = prompts(3, 5, 20)
     exact = make_engine(llama, max_num_seqs=3, buckets=[3]).generate(asked, max_new_tokens=10)
@@ -56,14 +100,15 @@ def test_the_graph_holds_no_clone_of_a_cache(llama, make_engine):
     engine = make_engine(llama, max_num_seqs=2)
     runner = engine.runner
     layer = runner._state.layers[0]
-    runner._warm_up(2)
+    inputs = runner._inputs[2]
+    runner._warm_up(inputs)
 
     def step(ids, positions):
-        return runner._logits(runner._call, 2, input_ids=ids, position_ids=positions)
+        return runner._call(ids, positions, None)
 
-    _, ids, positions = runner._inputs[2]
     with torch.no_grad(), runner.patch.attention():
-        assert_no_cache_clone(step, ids, positions, caches=[layer.key_cache, layer.value_cache])
+        runner._enter(inputs)
+        assert_no_cache_clone(step, inputs.ids, inputs.positions, caches=[layer.key_cache, layer.value_cache])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captured graphs need a CUDA device")
