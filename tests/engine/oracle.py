@@ -30,6 +30,15 @@ def is_near_tie(model, prompt, expected, got):
     return abs(float(logits[expected[at]] - logits[got[at]])) < NEAR_TIE
 
 
+def first_departure(model, prompt, got):
+    """The first of these tokens that is not the model's own choice after all before it: (index, how far its logit lies
+    below that of the choice), or None. One forward; as long as none departs, the tokens are those of ``generate``."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + got])).logits[0, len(prompt) - 1 : -1]
+    gaps = logits.amax(-1) - logits.gather(1, torch.tensor(got)[:, None])[:, 0]
+    return next(((i, gap) for i, gap in enumerate(gaps.tolist()) if gap > 0), None)
+
+
 def assert_native(model, results, near_ties_allowed=None, **options):
     """Every result has the greedy tokens of its prompt alone; near-ties in at most 1 of 100 requests."""
     near_ties = 0
