@@ -167,7 +167,8 @@ def sample(seqs: Seq[Sequence], generators: Seq[torch.Generator], logits: Tensor
     Args:
         logits: [R, vocabulary] float32, one row per sequence.
     """
-    best, tokens = logits.max(-1)  # NaN is the largest of any row that has one
+    tokens = _argmax(logits)  # NaN is the largest of any row that has one
+    best = logits.gather(1, tokens[:, None])[:, 0]
     chosen = torch.where(best.isnan(), _NAN, tokens).tolist()
     errors: dict[int, str] = {}
     groups: dict[Any, list[int]] = {}
@@ -192,6 +193,11 @@ def sample(seqs: Seq[Sequence], generators: Seq[torch.Generator], logits: Tensor
             errors[row] = "no token is left to sample after the logits processors"
         choices.append(Choice(token, logprobs.get(row), errors.get(row)))
     return choices
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """Of each row; on CPU by numpy: 0.16 ms for 16 rows of 49,152, torch's max takes 0.40 on two threads."""
+    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 
 
 def _pick(seqs: list[Sequence], generators: list[torch.Generator], logits: Tensor) -> list[int]:
