@@ -103,8 +103,9 @@ def test_a_cache_that_nobody_plans_for_is_refused_by_name():
         compiled(torch.tensor([[5, 6, 7]]), **{name: cache})
 
 
-def test_lengths_1_to_300():
-    model = tiny("gemma3_text")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt_oss"])
+def test_lengths_1_to_300(family):
+    model = tiny(family)
     inputs, options = ragged([1]), {"max_new_tokens": 300, "do_sample": False}
     expected = model.generate(**inputs, **options)
     pagedkv.patch(model, block_size=16, num_blocks=256, compile={"backend": "eager", "fullgraph": True})
