@@ -62,7 +62,7 @@ class Prefill {
   float* values_;            // [column tile][units of kKeyTile][columns of the tile]
   float* scores_;            // [kStripRows, kScoreStride]
   float* out_;               // [padded_rows, out_width]
-  SoftmaxState softmax_;     // [padded_rows]
+  SoftmaxState softmax_;     // [state_rows()]
   KeyRange* seen_;           // [padded_rows]
   KeyRange* seen_by_group_;  // [padded_rows / kTileRows]
   const char** key_rows_;    // [kKeyTile], of the tile to be packed next
@@ -74,6 +74,7 @@ class Prefill {
   static constexpr int64_t kStripRows = Units::kStripRows;
 
   size_t zeros_size() const { return sizeof(float) * max_of(args_.head_size, args_.value_head_size); }
+  int64_t state_rows() const { return round_up(padded_rows_, kLanes); }
   int64_t num_groups() const { return ceil_div(padded_rows_, kTileRows); }
   int64_t token_of(int64_t row) const { return task_.begin + row / group_; }
   int64_t head_of(int64_t row) const { return task_.kv_head * group_ + row % group_; }
@@ -89,7 +90,7 @@ class Prefill {
   PAGEDKV_INLINE void prefetch_rows(int64_t tile, int64_t share, int64_t num_shares) const;
   void multiply_keys(int64_t row, int64_t column, int64_t num_vecs, float* scores) const;
   void attend(int64_t tile, int64_t first_row, int64_t last_row);
-  void softmax(int64_t tile, KeyRange columns, int64_t row, float* scores);
+  void softmax(int64_t tile, int64_t first_row, float* scores);
 };
 
 // Sets the pointers into `base` and returns the bytes needed.
@@ -105,9 +106,9 @@ size_t Prefill<Units>::carve_scratch(char* base) {
   take(values_, kTileUnits * out_width_);
   take(scores_, kStripRows * kScoreStride);
   take(out_, padded_rows_ * out_width_);
-  take(softmax_.maximum, padded_rows_);
-  take(softmax_.sum, padded_rows_);
-  take(softmax_.rescale, padded_rows_);
+  take(softmax_.maximum, state_rows());
+  take(softmax_.sum, state_rows());
+  take(softmax_.rescale, state_rows());
   take(seen_, padded_rows_);
   take(seen_by_group_, num_groups());
   take(key_rows_, kKeyTile);
@@ -140,7 +141,7 @@ void Prefill<Units>::load_queries() {
   __builtin_memset(out_, 0, padded_rows_ * out_width_ * sizeof(float));
   __builtin_memset(queries_ + num_rows_ * depth_, 0, (padded_rows_ - num_rows_) * depth_ * sizeof(float));
   const int64_t first_token = args_.query_start(task_.seq);
-  for (int64_t row = 0; row < padded_rows_; ++row) {
+  for (int64_t row = 0; row < state_rows(); ++row) {
     softmax_.maximum[row] = kMinusInfinity;
     softmax_.sum[row] = 0;
     softmax_.rescale[row] = 1;
@@ -239,9 +240,8 @@ void Prefill<Units>::attend(int64_t tile, int64_t first_row, int64_t last_row) {
       multiply_keys(row, column, ceil_div(min_of(seen.end - column, kTileColumns), kLanes), strip_scores(row) + column);
     }
   }
-  for (int64_t row = first_row; row < min_of(last_row, num_rows_); ++row) {
-    const KeyRange seen = in_tile(seen_by_group_[row / kTileRows], tile);
-    if (seen.begin < seen.end) softmax(tile, seen, row, strip_scores(row));
+  for (int64_t row = first_row; row < min_of(last_row, num_rows_); row += kLanes) {
+    softmax(tile, row, strip_scores(row));
   }
   const ColumnTiles tiles{out_width_ / kLanes, Units::kTileVecs};
   for (int64_t i = 0; i < tiles.count(); ++i) {
@@ -259,17 +259,23 @@ void Prefill<Units>::attend(int64_t tile, int64_t first_row, int64_t last_row) {
   }
 }
 
+// kLanes rows from first_row on; those of the padding keep their scores, 0.
 template <class Units>
-void Prefill<Units>::softmax(int64_t tile, KeyRange columns, int64_t row, float* scores) {
-  const int64_t first = columns.begin / (2 * kLanes) * (2 * kLanes), last = round_up(columns.end, 2 * kLanes);
-  const float slope = args_.alibi_slopes && row < num_rows_ ? args_.alibi_slopes[head_of(row)] : 0;
-  const LogitTransform transform{args_.scale, args_.softcap, slope};
-  if (!transform.is_factor()) {
-    const int64_t position = args_.seq_lens[task_.seq] - args_.query_length(task_.seq) + token_of(row);
-    transform_scores(transform, tile - position, first, last, scores);
+void Prefill<Units>::softmax(int64_t tile, int64_t first_row, float* scores) {
+  const int64_t first_position = args_.seq_lens[task_.seq] - args_.query_length(task_.seq);
+  ScoreRow rows[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) {
+    const int64_t row = first_row + i;
+    rows[i] = {scores + i * kScoreStride, 0, 0, {0, 0}};
+    if (row >= num_rows_) continue;
+    const KeyRange columns = in_tile(seen_by_group_[row / kTileRows], tile);
+    if (columns.begin >= columns.end) continue;
+    rows[i].first = columns.begin / (2 * kLanes) * (2 * kLanes);
+    rows[i].last = round_up(columns.end, 2 * kLanes);
+    rows[i].seen = {seen_[row].begin - tile, seen_[row].end - tile};
+    if (!scale_is_all(args_)) transform_scores(rows[i], args_, head_of(row), tile - first_position - token_of(row));
   }
-  softmax_step<Units>(scores, first, last, {seen_[row].begin - tile, seen_[row].end - tile}, transform.factor(),
-                      softmax_, row);
+  softmax_step<Units>(rows, softmax_factor(args_), softmax_, first_row);
 }
 
 // Query tokens of the largest task that pays: half of it costs 2%, because each task packs the keys it sees.

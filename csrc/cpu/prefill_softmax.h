@@ -1,4 +1,4 @@
-// One step of the online softmax over a row of scores, in float32 and base 2.
+// One step of the online softmax over rows of scores, in float32 and base 2.
 #pragma once
 
 #include "output.h"
@@ -8,27 +8,30 @@ namespace pagedkv::PAGEDKV_ISA {
 
 constexpr float kMinusInfinity = -__builtin_inff();
 
-// What makes a logit of query . key. A positive factor alone is left to the softmax, which multiplies for free;
-// everything else is applied to the scores beforehand.
-struct LogitTransform {
-  float scale;
-  float softcap;      // 0: none
-  float alibi_slope;  // 0: none
+// A positive factor alone is left to softmax_step, which multiplies for free; all else transform_scores does
+// beforehand.
+PAGEDKV_INLINE bool scale_is_all(const AttentionArgs& args) {
+  return args.softcap == 0 && !args.alibi_slopes && args.scale > 0;
+}
+PAGEDKV_INLINE float softmax_factor(const AttentionArgs& args) {
+  return kLog2E * (scale_is_all(args) ? args.scale : 1.0f);
+}
 
-  PAGEDKV_INLINE bool is_factor() const { return softcap == 0 && alibi_slope == 0 && scale > 0; }
-  PAGEDKV_INLINE float factor() const { return kLog2E * (is_factor() ? scale : 1.0f); }
+// Scores of a row in columns [first, last), multiples of 2 * kLanes, of which the row sees the keys `seen`.
+struct ScoreRow {
+  float* scores;
+  int64_t first, last;
+  KeyRange seen;
 };
 
-// scores[first, last), multiples of kLanes, become logits; distance is key position - query position of scores[0].
-inline void transform_scores(const LogitTransform& transform, int64_t distance, int64_t first, int64_t last,
-                             float* scores) {
-  for (int64_t i = first; i < last; i += kLanes) {
-    Vec logits = load(scores + i) * broadcast(transform.scale);
-    if (transform.softcap != 0) {
-      logits = tanh(logits * broadcast(1.0f / transform.softcap)) * broadcast(transform.softcap);
-    }
+// Scores become logits; distance is key position - query position in column 0.
+inline void transform_scores(const ScoreRow& row, const AttentionArgs& args, int64_t head, int64_t distance) {
+  const Vec slope = broadcast(args.alibi_slopes ? args.alibi_slopes[head] : 0);
+  for (int64_t i = row.first; i < row.last; i += kLanes) {
+    Vec logits = load(row.scores + i) * broadcast(args.scale);
+    if (args.softcap != 0) logits = tanh(logits * broadcast(1.0f / args.softcap)) * broadcast(args.softcap);
     const Vec distances = iota() + broadcast(static_cast<float>(distance + i));
-    store(scores + i, fma(distances, broadcast(transform.alibi_slope), logits));
+    store(row.scores + i, fma(distances, slope, logits));
   }
 }
 
@@ -38,13 +41,19 @@ struct SoftmaxState {  // one entry per row
   float* rescale;      // the factor that this step puts on the row's output so far
 };
 
-PAGEDKV_INLINE float row_maximum(const float* scores, int64_t first, int64_t last) {
+// What the row does not see becomes -inf.
+PAGEDKV_INLINE void hide_unseen(const ScoreRow& row) {
+  for (int64_t i = row.first; i < min_of(row.seen.begin, row.last); ++i) row.scores[i] = kMinusInfinity;
+  for (int64_t i = max_of(row.seen.end, row.first); i < row.last; ++i) row.scores[i] = kMinusInfinity;
+}
+
+PAGEDKV_INLINE Vec maximum_by_lane(const ScoreRow& row) {
   Vec even = broadcast(kMinusInfinity), odd = even;
-  for (int64_t i = first; i < last; i += 2 * kLanes) {
-    even = max(even, load(scores + i));
-    odd = max(odd, load(scores + i + kLanes));
+  for (int64_t i = row.first; i < row.last; i += 2 * kLanes) {
+    even = max(even, load(row.scores + i));
+    odd = max(odd, load(row.scores + i + kLanes));
   }
-  return reduce_max(max(even, odd));
+  return max(even, odd);
 }
 
 template <class Units>
@@ -57,28 +66,39 @@ PAGEDKV_INLINE void store_units(float* scores, int64_t i, Vec low, Vec high) {
   }
 }
 
-// scores[first, last), multiples of 2 * kLanes, become probabilities, in place and as units (pairs move forward, onto
-// floats that have been read). Those outside of the keys that the row sees become exactly 0.
+// Scores become weights 2^(score * factor - shift), in place and as units (pairs move forward, onto floats that have
+// been read), exactly 0 at -inf. The result is their sum by lane.
 template <class Units>
-void softmax_step(float* scores, int64_t first, int64_t last, KeyRange seen, float factor, const SoftmaxState& state,
-                  int64_t row) {
-  for (int64_t i = first; i < min_of(seen.begin, last); ++i) scores[i] = kMinusInfinity;
-  for (int64_t i = max_of(seen.end, first); i < last; ++i) scores[i] = kMinusInfinity;
-  const float before = state.maximum[row];
-  const float maximum = max_of(before, row_maximum(scores, first, last) * factor);
-  const float shift = maximum == kMinusInfinity ? 0 : maximum;  // keeps -inf - -inf = NaN out
+PAGEDKV_INLINE Vec weigh(const ScoreRow& row, float factor, float shift) {
   Vec even_sum = zero(), odd_sum = zero();
-  for (int64_t i = first; i < last; i += 2 * kLanes) {
-    const Vec low = exp2(fma(load(scores + i), broadcast(factor), broadcast(-shift)));
-    const Vec high = exp2(fma(load(scores + i + kLanes), broadcast(factor), broadcast(-shift)));
+  for (int64_t i = row.first; i < row.last; i += 2 * kLanes) {
+    const Vec low = exp2(fma(load(row.scores + i), broadcast(factor), broadcast(-shift)));
+    const Vec high = exp2(fma(load(row.scores + i + kLanes), broadcast(factor), broadcast(-shift)));
     even_sum += low;
     odd_sum += high;
-    store_units<Units>(scores, i, low, high);
+    store_units<Units>(row.scores, i, low, high);
   }
-  const float rescale = maximum == before ? 1 : exp2_scalar(before - shift);
-  state.sum[row] = state.sum[row] * rescale + reduce_add(even_sum + odd_sum);
-  state.maximum[row] = maximum;
-  state.rescale[row] = rescale;
+  return even_sum + odd_sum;
+}
+
+// A step of kLanes rows, whose state begins at `first_state`: lanes are joined for all of them at once, because a row
+// alone would wait for its own maximum.
+template <class Units>
+void softmax_step(const ScoreRow (&rows)[kLanes], float factor, const SoftmaxState& state, int64_t first_state) {
+  Vec by_row[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    hide_unseen(rows[i]);
+    by_row[i] = maximum_by_lane(rows[i]);
+  }
+  const Vec before = load(state.maximum + first_state);
+  const Vec maximum = max(before, max_lanes(by_row) * broadcast(factor));
+  store(state.maximum + first_state, maximum);
+  float shift[kLanes];  // 0 where nothing was seen: keeps -inf - -inf = NaN out
+  store(shift, select(less(maximum, broadcast(-__FLT_MAX__)), zero(), maximum));
+  for (int i = 0; i < kLanes; ++i) by_row[i] = weigh<Units>(rows[i], factor, shift[i]);
+  const Vec rescale = exp2(before - load(shift));
+  store(state.rescale + first_state, rescale);
+  store(state.sum + first_state, fma(load(state.sum + first_state), rescale, reduce_lanes(by_row)));
 }
 
 }  // namespace pagedkv::PAGEDKV_ISA

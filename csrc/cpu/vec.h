@@ -2,27 +2,34 @@
 // namespace pagedkv::PAGEDKV_ISA (a macro that each translation unit defines): nothing built for one set can be linked
 // into another. Kernels are written once against this interface.
 //
+// clang-format off
 //   kLanes, kRegisters               floats per Vec; vector registers of the machine
 //   Vec, Mask                        arithmetic operators work on Vec
 //   zero() broadcast(x) iota()       iota: 0, 1, 2, ...
 //   load(const T*) store(T*, Vec)    T: float, Half, BFloat16; stores round to nearest even; unaligned
 //   load_first(const T*, n)          the first n <= kLanes elements, the rest 0, nothing past them is touched
 //   store_first(T*, Vec, n)
-//   load_pair(const T*, Vec&, Vec&)  2 * kLanes elements in the cheapest order of T (bfloat16: even, odd); see
-//   pair_index load_pair_first(p, n, a, b)      the same with n <= 2 * kLanes elements, the rest 0 pair_index<T>(i)
-//   which of the 2 * kLanes elements lane i of (a, b) holds store_pair<T>(float*, a, b)      writes the 2 * kLanes
-//   floats of such a pair in natural order fma(a, b, c)                     a * b + c max(a, b) min(a, b) NaN in b is
-//   kept less(a, b) select(m, a, b) any(m) exp2(x)                          2^x, relative error < 3e-7, exactly 1 at 0
-//   and exactly 0 from -150 down (-inf too) reduce_add(v) reduce_max(v) reduce_lanes(const Vec[kLanes])  lane i is the
-//   sum of the lanes of vector i, summed in the same order for every i group_max<n>(v) group_add<n>(v)  over each run
-//   of n lanes, the result in every lane of the run prefetch(p)                      into the second-level cache
+//   load_pair(const T*, Vec&, Vec&)  2 * kLanes elements in the cheapest order of T (bfloat16: even, odd); see pair_index
+//   load_pair_first(p, n, a, b)      the same with n <= 2 * kLanes elements, the rest 0
+//   pair_index<T>(i)                 which of the 2 * kLanes elements lane i of (a, b) holds
+//   store_pair<T>(float*, a, b)      writes the 2 * kLanes floats of such a pair in natural order
+//   fma(a, b, c)                     a * b + c
+//   max(a, b) min(a, b)              NaN in b is kept
+//   less(a, b) select(m, a, b) any(m)
+//   exp2(x)                          2^x, relative error < 3e-7, exactly 1 at 0 and exactly 0 from -150 down (-inf too)
+//   reduce_add(v)
+//   join_lanes(const Vec[kLanes], f) lane i joins the lanes of vector i by f(Vec, Vec), in the same order for every i
+//   reduce_lanes(v) max_lanes(v)     join_lanes with the sum and the maximum
+//   group_max<n>(v) group_add<n>(v)  over each run of n lanes, the result in every lane of the run
+//   prefetch(p)                      into the second-level cache
 //   kHasDotBF16, dot_bf16(acc, a, b) acc + pairwise products of 2 * kLanes bfloat16 (PairBits); only where kHasDotBF16
 //   load_bits(const BFloat16*)       2 * kLanes bfloat16 as they are; load_bits_first(p, n)
 //   pack_bf16(lo, hi)                2 * kLanes floats, rounded, in natural order, as PairBits
-//   zip_bits(x, y, low, high)        pairs (x[i], y[i]) of 2 * kLanes bfloat16 each, in an order that store_zipped
-//   undoes store_zipped(float*, low, high)  writes 2 * kLanes floats that were accumulated over such pairs in natural
-//   order store_rounded(BFloat16*, v)      kLanes bfloat16 rounded like pack_bf16; broadcast_two(p): p[0], p[1]
-//   everywhere
+//   zip_bits(x, y, low, high)        pairs (x[i], y[i]) of 2 * kLanes bfloat16 each, in an order that store_zipped undoes
+//   store_zipped(float*, low, high)  writes 2 * kLanes floats that were accumulated over such pairs in natural order
+//   store_rounded(BFloat16*, v)      kLanes bfloat16 rounded like pack_bf16
+//   broadcast_two(p)                 p[0], p[1] everywhere
+// clang-format on
 #pragma once
 
 #include "types.h"
@@ -39,6 +46,13 @@ namespace pagedkv::PAGEDKV_ISA {
 
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
+
+PAGEDKV_INLINE Vec reduce_lanes(const Vec v[kLanes]) {
+  return join_lanes(v, [](Vec a, Vec b) PAGEDKV_LAMBDA { return a + b; });
+}
+PAGEDKV_INLINE Vec max_lanes(const Vec v[kLanes]) {
+  return join_lanes(v, [](Vec a, Vec b) PAGEDKV_LAMBDA { return max(a, b); });
+}
 
 // Relative error about 2e-7: a polynomial near 0, where (e - 1) / (e + 1) would lose digits (coefficients: Cephes
 // tanhf).

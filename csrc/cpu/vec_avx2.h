@@ -129,21 +129,18 @@ PAGEDKV_INLINE float reduce_add(Vec v) {
   const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
 }
-PAGEDKV_INLINE float reduce_max(Vec v) {
-  const __m128 half = _mm_max_ps(fold(v), _mm256_extractf128_ps(v, 1));
-  const __m128 pair = _mm_max_ps(half, _mm_movehl_ps(half, half));
-  return _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)));
-}
-PAGEDKV_INLINE Vec reduce_within_halves(Vec a, Vec b, Vec c, Vec d) {
-  const Vec ab = _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b);
-  const Vec cd = _mm256_unpacklo_ps(c, d) + _mm256_unpackhi_ps(c, d);
+template <typename F>
+PAGEDKV_INLINE Vec join_within_halves(Vec a, Vec b, Vec c, Vec d, const F& f) {
+  const Vec ab = f(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+  const Vec cd = f(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
   const __m256d x = _mm256_castps_pd(ab), y = _mm256_castps_pd(cd);
-  return _mm256_castpd_ps(_mm256_unpacklo_pd(x, y)) + _mm256_castpd_ps(_mm256_unpackhi_pd(x, y));
+  return f(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
 }
-PAGEDKV_INLINE Vec reduce_lanes(const Vec v[kLanes]) {
-  const Vec low = reduce_within_halves(v[0], v[1], v[2], v[3]);
-  const Vec high = reduce_within_halves(v[4], v[5], v[6], v[7]);
-  return _mm256_permute2f128_ps(low, high, 0x20) + _mm256_permute2f128_ps(low, high, 0x31);
+template <typename F>
+PAGEDKV_INLINE Vec join_lanes(const Vec v[kLanes], const F& f) {
+  const Vec low = join_within_halves(v[0], v[1], v[2], v[3], f);
+  const Vec high = join_within_halves(v[4], v[5], v[6], v[7], f);
+  return f(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
 }
 
 template <int n, typename F>

@@ -101,37 +101,35 @@ PAGEDKV_INLINE Vec select(Mask m, Vec a, Vec b) { return _mm512_mask_blend_ps(m,
 PAGEDKV_INLINE bool any(Mask m) { return m != 0; }
 
 PAGEDKV_INLINE Vec exp2(Vec x) {
-  x = _mm512_max_ps(broadcast(-200.0f), x);
-  const Vec whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const Vec f = x - whole;
-  Vec p = broadcast(1.535336188319500e-4f);
-  p = fma(p, f, broadcast(1.339887440266574e-3f));
-  p = fma(p, f, broadcast(9.618437357674640e-3f));
-  p = fma(p, f, broadcast(5.550332471162809e-2f));
-  p = fma(p, f, broadcast(2.402264791363012e-1f));
-  p = fma(p, f, broadcast(6.931472028550421e-1f));
+  const Vec f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x), 0 at -inf
+  Vec p = broadcast(1.867130214e-3f);
+  p = fma(p, f, broadcast(9.017030018e-3f));
+  p = fma(p, f, broadcast(5.579991332e-2f));
+  p = fma(p, f, broadcast(2.401644501e-1f));
+  p = fma(p, f, broadcast(6.931513118e-1f));
   p = fma(p, f, broadcast(1.0f));
-  return _mm512_scalef_ps(p, whole);
+  return _mm512_scalef_ps(p, x);  // p * 2^floor(x)
 }
 
 PAGEDKV_INLINE float reduce_add(Vec v) { return _mm512_reduce_add_ps(v); }
-PAGEDKV_INLINE float reduce_max(Vec v) { return _mm512_reduce_max_ps(v); }
 
-// 4 vectors -> one whose 128-bit lane i holds the partial sums of lane i of each.
-PAGEDKV_INLINE Vec reduce_within_quarters(Vec a, Vec b, Vec c, Vec d) {
-  const Vec ab = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
-  const Vec cd = _mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d);
+// 4 vectors -> one whose 128-bit lane i joins the lanes i of each.
+template <typename F>
+PAGEDKV_INLINE Vec join_within_quarters(Vec a, Vec b, Vec c, Vec d, const F& f) {
+  const Vec ab = f(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const Vec cd = f(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
   const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
-  return _mm512_castpd_ps(_mm512_unpacklo_pd(x, y)) + _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+  return f(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
 }
-PAGEDKV_INLINE Vec reduce_lanes(const Vec v[kLanes]) {
-  const Vec a = reduce_within_quarters(v[0], v[1], v[2], v[3]);
-  const Vec b = reduce_within_quarters(v[4], v[5], v[6], v[7]);
-  const Vec c = reduce_within_quarters(v[8], v[9], v[10], v[11]);
-  const Vec d = reduce_within_quarters(v[12], v[13], v[14], v[15]);
-  const Vec ab = _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
-  const Vec cd = _mm512_shuffle_f32x4(c, d, 0x88) + _mm512_shuffle_f32x4(c, d, 0xdd);
-  return _mm512_shuffle_f32x4(ab, cd, 0x88) + _mm512_shuffle_f32x4(ab, cd, 0xdd);
+template <typename F>
+PAGEDKV_INLINE Vec join_lanes(const Vec v[kLanes], const F& f) {
+  const Vec a = join_within_quarters(v[0], v[1], v[2], v[3], f);
+  const Vec b = join_within_quarters(v[4], v[5], v[6], v[7], f);
+  const Vec c = join_within_quarters(v[8], v[9], v[10], v[11], f);
+  const Vec d = join_within_quarters(v[12], v[13], v[14], v[15], f);
+  const Vec ab = f(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  const Vec cd = f(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
+  return f(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
 }
 
 template <int n, typename F>

@@ -136,11 +136,11 @@ PAGEDKV_INLINE Vec exp2(Vec x) {
 }
 
 PAGEDKV_INLINE float reduce_add(Vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
-PAGEDKV_INLINE float reduce_max(Vec v) { return max_of(max_of(v[0], v[2]), max_of(v[1], v[3])); }
-PAGEDKV_INLINE Vec reduce_lanes(const Vec v[kLanes]) {
-  const Vec ab = __builtin_shufflevector(v[0], v[1], 0, 4, 1, 5) + __builtin_shufflevector(v[0], v[1], 2, 6, 3, 7);
-  const Vec cd = __builtin_shufflevector(v[2], v[3], 0, 4, 1, 5) + __builtin_shufflevector(v[2], v[3], 2, 6, 3, 7);
-  return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+template <typename F>
+PAGEDKV_INLINE Vec join_lanes(const Vec v[kLanes], const F& f) {
+  const Vec ab = f(__builtin_shufflevector(v[0], v[1], 0, 4, 1, 5), __builtin_shufflevector(v[0], v[1], 2, 6, 3, 7));
+  const Vec cd = f(__builtin_shufflevector(v[2], v[3], 0, 4, 1, 5), __builtin_shufflevector(v[2], v[3], 2, 6, 3, 7));
+  return f(__builtin_shufflevector(ab, cd, 0, 1, 4, 5), __builtin_shufflevector(ab, cd, 2, 3, 6, 7));
 }
 template <int n>
 PAGEDKV_INLINE Vec group_max(Vec v) {
