@@ -28,13 +28,13 @@ PAGEDKV_INLINE void write_output_row(const AttentionArgs& args, int64_t token, i
     sum = sum * rescale + (sink == highest ? 1.0f : exp2_scalar(sink - highest));
     maximum = highest;
   }
-  const Vec numerator = broadcast(rescale), denominator = broadcast(sees_nothing ? 1.0f : sum);
+  const Vec factor = broadcast(sees_nothing ? rescale : rescale / sum);
   with_dtype(args.query_dtype, [&]<typename Q>() PAGEDKV_LAMBDA {
     Q* out = reinterpret_cast<Q*>(args.out) + index * args.value_head_size;
     int64_t d = 0;
-    for (; d + kLanes <= args.value_head_size; d += kLanes) store(out + d, load(row + d) * numerator / denominator);
+    for (; d + kLanes <= args.value_head_size; d += kLanes) store(out + d, load(row + d) * factor);
     const int64_t rest = args.value_head_size - d;
-    if (rest > 0) store_first(out + d, load_first(row + d, rest) * numerator / denominator, rest);
+    if (rest > 0) store_first(out + d, load_first(row + d, rest) * factor, rest);
   });
   if (args.lse) args.lse[index] = sum == 0.0f ? -__builtin_inff() : maximum * kLn2 + logf(sum);
 }

@@ -73,6 +73,19 @@ PAGEDKV_INLINE Vec load_value_units(const char* const* values, int64_t unit, int
   }
 }
 
+// The same of 2 * kLanes columns of bfloat16, stored.
+PAGEDKV_INLINE void pack_value_pairs(const char* const* values, int64_t unit, int64_t column, int64_t value_size,
+                                     float* target) {
+  const auto row = [&](int64_t key) PAGEDKV_LAMBDA {
+    const BFloat16* p = reinterpret_cast<const BFloat16*>(values[key]) + column;
+    const int64_t rest = value_size - column;
+    return rest >= 2 * kLanes ? load_bits(p) : load_bits_first(p, rest);
+  };
+  PairBits low, high;
+  zip_bits(row(2 * unit), row(2 * unit + 1), low, high);
+  store_zipped(target, reinterpret_cast<Vec>(low), reinterpret_cast<Vec>(high));
+}
+
 // values[first, last), even -> packed [column tile][max_units][columns of the tile].
 template <class Units, class T>
 void pack_values(const char* const* values, int64_t first, int64_t last, int64_t value_size, int64_t max_units,
@@ -82,7 +95,13 @@ void pack_values(const char* const* values, int64_t first, int64_t last, int64_t
     for (int64_t tile = 0; tile < tiles.count(); ++tile) {
       const int64_t first_vec = tiles.first_vec(tile), num_vecs = tiles.first_vec(tile + 1) - first_vec;
       float* target = packed + (first_vec * max_units + unit * num_vecs) * kLanes;
-      for (int64_t v = 0; v < num_vecs; ++v) {
+      int64_t v = 0;
+      if constexpr (Units::kElements == 2) {
+        for (; v + 2 <= num_vecs; v += 2) {
+          pack_value_pairs(values, unit, (first_vec + v) * kLanes, value_size, target + v * kLanes);
+        }
+      }
+      for (; v < num_vecs; ++v) {
         store(target + v * kLanes, load_value_units<Units, T>(values, unit, (first_vec + v) * kLanes, value_size));
       }
     }
