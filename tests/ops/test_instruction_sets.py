@@ -42,7 +42,7 @@ def test_the_best_one_is_the_default(instruction_sets):
     assert pagedkv_ops.backends()["cpu"] == f"c++ ({instruction_sets[-1]})"
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512_bf16"])
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512_bf16", "avx512_amx"])
 def test_results_hold_with(isa, instruction_sets):
     if isa not in instruction_sets:
         pytest.skip(f"this processor has {', '.join(instruction_sets)}")
