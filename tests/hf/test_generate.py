@@ -49,7 +49,7 @@ def test_greedy(family, side):
         {"cache_implementation": "dynamic"},
         {"use_cache": False},
     ],
-    ids=str,
+    ids=lambda options: "-".join(options),
 )
 def test_options(family, options):
     model, inputs = tiny(family), ragged([9, 4, 12])
