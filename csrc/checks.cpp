@@ -84,6 +84,11 @@ void fail(const char* op, const std::string& argument, const std::string& expect
   throw std::runtime_error(std::string(op) + ": " + argument + " must " + expectation + ", got " + actual);
 }
 
+TensorView given(const char* op, const char* argument, const Tensor& tensor) {
+  PAGEDKV_EXPECT(op, tensor.defined(), argument, "be a tensor", "None");
+  return TensorView(tensor);
+}
+
 void check_size(const char* op, const char* argument, const TensorView& tensor, int64_t dim, int64_t size,
                 const char* like) {
   PAGEDKV_EXPECT(op, tensor.size(dim) == size, std::string(argument) + ".size(" + std::to_string(dim) + ")",
@@ -95,7 +100,7 @@ void check_no_scale(const char* op, const char* argument, const std::optional<Te
 }
 
 CacheViews check_caches(const char* op, const Tensor& key_cache, const Tensor& value_cache) {
-  const CacheViews caches{TensorView(key_cache), TensorView(value_cache)};
+  const CacheViews caches{given(op, "key_cache", key_cache), given(op, "value_cache", value_cache)};
   const auto& [key, value] = caches;
   rank(op, "key_cache", key, 4, "[num_blocks, block_size, num_kv_heads, head_size]");
   rank(op, "value_cache", value, 4, "[num_blocks, block_size, num_kv_heads, v_head_size]");
@@ -111,7 +116,7 @@ CacheViews check_caches(const char* op, const Tensor& key_cache, const Tensor& v
 
 NewTokens check_new_tokens(const char* op, const Tensor& key, const Tensor& value, const CacheViews& caches,
                            const Tensor& slot_mapping) {
-  const NewTokens views{TensorView(key), TensorView(value), TensorView(slot_mapping)};
+  const NewTokens views{given(op, "key", key), given(op, "value", value), given(op, "slot_mapping", slot_mapping)};
   const auto& [k, v, slots] = views;
   rank(op, "key", k, 3, "[num_tokens, num_kv_heads, head_size]");
   rank(op, "value", v, 3, "[num_tokens, num_kv_heads, v_head_size]");
@@ -135,7 +140,7 @@ NewTokens check_new_tokens(const char* op, const Tensor& key, const Tensor& valu
 }
 
 TableViews check_table(const char* op, const Tensor& block_table, const Tensor& seq_lens, const char* cache_name) {
-  const TableViews views{TensorView(block_table), TensorView(seq_lens)};
+  const TableViews views{given(op, "block_table", block_table), given(op, "seq_lens", seq_lens)};
   rank(op, "block_table", views.block_table, 2, "[batch, max_blocks]");
   rank(op, "seq_lens", views.seq_lens, 1, "[batch]");
   is_index(op, "block_table", views.block_table);
@@ -151,7 +156,7 @@ AttentionViews check_paged_attention(const char* op, const Tensor& query, const 
                                      const std::optional<Tensor>& cu_seqlens_q, const AttentionOptions& options) {
   AttentionViews views;
   views.caches = check_caches(op, key_cache, value_cache);
-  views.query = TensorView(query);
+  views.query = given(op, "query", query);
   const TensorView &q = views.query, &k = views.caches.key;
   rank(op, "query", q, 3, "[num_tokens, num_heads, head_size]");
   is_float(op, "query", q);
@@ -191,7 +196,8 @@ AttentionViews check_paged_attention(const char* op, const Tensor& query, const 
 
 MergeViews check_merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b) {
   const char* op = "merge_states";
-  const MergeViews views{TensorView(out_a), TensorView(lse_a), TensorView(out_b), TensorView(lse_b)};
+  const MergeViews views{given(op, "out_a", out_a), given(op, "lse_a", lse_a), given(op, "out_b", out_b),
+                         given(op, "lse_b", lse_b)};
   rank(op, "out_a", views.out_a, 3, "[num_tokens, num_heads, v_head_size]");
   rank(op, "out_b", views.out_b, 3, "[num_tokens, num_heads, v_head_size]");
   is_float(op, "out_a", views.out_a);
@@ -212,7 +218,7 @@ MergeViews check_merge_states(const Tensor& out_a, const Tensor& lse_a, const Te
 }
 
 TensorView check_mapping(const char* op, const Tensor& block_mapping) {
-  const TensorView view(block_mapping);
+  const TensorView view = given(op, "block_mapping", block_mapping);
   PAGEDKV_EXPECT(op, view.dim == 2 && view.size(1) == 2, "block_mapping", "be [num_pairs, 2]",
                  sizes_text(view.sizes, view.dim));
   is_index(op, "block_mapping", view);
@@ -248,7 +254,7 @@ void check_swap_blocks(const TensorView& src, const TensorView& dst, const Tenso
 
 TensorView check_gather_cache(const Tensor& cache) {
   const char* op = "gather_kv";
-  const TensorView view(cache);
+  const TensorView view = given(op, "cache", cache);
   rank(op, "cache", view, 4, "[num_blocks, block_size, num_kv_heads, head_size]");
   is_cache(op, "cache", view);
   last_contiguous(op, "cache", view);

@@ -22,6 +22,9 @@ std::string sizes_text(const int64_t* values, int64_t n);
       ::pagedkv::fail(op, argument, expectation, actual);            \
   } while (0)
 
+// An argument that is not optional; None in Python arrives as an undefined tensor.
+TensorView given(const char* op, const char* argument, const Tensor& tensor);
+
 struct CacheViews {
   TensorView key, value;
 };

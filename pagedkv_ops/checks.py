@@ -34,6 +34,13 @@ def _expect(op: str, condition: Any, argument: str, expectation: str, actual: An
     torch._check(condition, lambda: f"{op}: {argument} must {expectation}, got {actual}")  # type: ignore[no-untyped-call]
 
 
+def _given(op: str, **tensors: Tensor | None) -> None:
+    """Of arguments that are not optional; the dispatcher lets None through."""
+    for argument, tensor in tensors.items():
+        if tensor is None:
+            _expect(op, False, argument, "be a tensor", None)
+
+
 def _rank(op: str, argument: str, tensor: Tensor, shape: str) -> None:
     rank = shape.count(",") + 1
     _expect(op, tensor.dim() == rank, argument, f"be {shape}", _sizes(tensor.shape))
@@ -74,6 +81,7 @@ def _unsupported_scales(op: str, **scales: Tensor | None) -> None:
 
 
 def _check_caches(op: str, key_cache: Tensor, value_cache: Tensor) -> None:
+    _given(op, key_cache=key_cache, value_cache=value_cache)
     _rank(op, "key_cache", key_cache, "[num_blocks, block_size, num_kv_heads, head_size]")
     _rank(op, "value_cache", value_cache, "[num_blocks, block_size, num_kv_heads, v_head_size]")
     _cache_dtype(op, "key_cache", key_cache)
@@ -90,6 +98,7 @@ def _check_caches(op: str, key_cache: Tensor, value_cache: Tensor) -> None:
 def _check_new_tokens(
     op: str, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
+    _given(op, key=key, value=value, slot_mapping=slot_mapping)
     _rank(op, "key", key, "[num_tokens, num_kv_heads, head_size]")
     _rank(op, "value", value, "[num_tokens, num_kv_heads, v_head_size]")
     _rank(op, "slot_mapping", slot_mapping, "[num_slots]")
@@ -168,6 +177,7 @@ def check_paged_attention(
     op: str = "paged_attention",
 ) -> None:
     _check_caches(op, key_cache, value_cache)
+    _given(op, query=query)
     _rank(op, "query", query, "[num_tokens, num_heads, head_size]")
     _float(op, "query", query)
     _device(op, "query", query, key_cache, "key_cache")
@@ -193,6 +203,7 @@ def check_paged_attention(
 
 
 def check_table(op: str, block_table: Tensor, seq_lens: Tensor, cache: Tensor, cache_name: str) -> None:
+    _given(op, block_table=block_table, seq_lens=seq_lens)
     _rank(op, "block_table", block_table, "[batch, max_blocks]")
     _rank(op, "seq_lens", seq_lens, "[batch]")
     _index(op, "block_table", block_table)
@@ -226,6 +237,7 @@ def check_paged_attention_append(
 
 def check_merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     op = "merge_states"
+    _given(op, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     _rank(op, "out_a", out_a, "[num_tokens, num_heads, v_head_size]")
     _rank(op, "out_b", out_b, "[num_tokens, num_heads, v_head_size]")
     _float(op, "out_a", out_a)
@@ -244,6 +256,7 @@ def check_merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tenso
 
 
 def _check_mapping(op: str, block_mapping: Tensor) -> None:
+    _given(op, block_mapping=block_mapping)
     _expect(op, block_mapping.dim() == 2, "block_mapping", "be [num_pairs, 2]", _sizes(block_mapping.shape))
     _expect(op, block_mapping.size(1) == 2, "block_mapping", "be [num_pairs, 2]", _sizes(block_mapping.shape))
     _index(op, "block_mapping", block_mapping)
@@ -260,6 +273,7 @@ def check_copy_blocks(caches: Sequence[Tensor], block_mapping: Tensor) -> None:
 
 def check_swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     op = "swap_blocks"
+    _given(op, src=src, dst=dst)
     _check_mapping(op, block_mapping)
     _expect(op, block_mapping.device.type == "cpu", "block_mapping", "be on cpu", block_mapping.device)
     _expect(op, src.dim() >= 1, "src", "have blocks as its first dimension", "a scalar")
@@ -271,6 +285,7 @@ def check_swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
 
 def check_gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int) -> None:
     op = "gather_kv"
+    _given(op, cache=cache)
     _rank(op, "cache", cache, "[num_blocks, block_size, num_kv_heads, head_size]")
     _cache_dtype(op, "cache", cache)
     _last_contiguous(op, "cache", cache)

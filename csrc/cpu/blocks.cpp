@@ -101,7 +101,7 @@ void copy_blocks(const std::vector<Tensor>& caches, const Tensor& block_mapping)
 }
 
 void swap_blocks(const Tensor& src, const Tensor& dst, const Tensor& block_mapping) {
-  const TensorView from(src), to(dst);
+  const TensorView from = given("swap_blocks", "src", src), to = given("swap_blocks", "dst", dst);
   check_swap_blocks(from, to, block_mapping);
   const Pairs pairs{TensorView(block_mapping)};
   check_places("swap_blocks", "dst", to);

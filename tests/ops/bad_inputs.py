@@ -81,7 +81,12 @@ def _drop(dim: int) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.narrow(dim, 0, tensor.size(dim) - 1)
 
 
+def _none(*arguments: str) -> dict[str, Changes]:
+    return {f"{argument} None": {argument: None} for argument in arguments}
+
+
 _CACHES: dict[str, Changes] = {
+    **_none("key_cache", "value_cache"),
     "key_cache rank": {"key_cache": lambda t: t[0]},
     "value_cache rank": {"value_cache": lambda t: t[None]},
     "key_cache dtype": {"key_cache": _to(torch.float64)},
@@ -96,6 +101,7 @@ _CACHES: dict[str, Changes] = {
     "block_size zero": {"key_cache": lambda t: t[:, :0], "value_cache": lambda t: t[:, :0]},
 }
 _NEW_TOKENS: dict[str, Changes] = {
+    **_none("key", "value", "slot_mapping"),
     "key rank": {"key": lambda t: t[0]},
     "value rank": {"value": lambda t: t[None]},
     "slot_mapping rank": {"slot_mapping": lambda t: t[None]},
@@ -115,6 +121,7 @@ _NEW_TOKENS: dict[str, Changes] = {
     "slot_mapping longer": {"slot_mapping": lambda t: torch.cat([t, t[:1]])},
 }
 _TABLE: dict[str, Changes] = {
+    **_none("block_table", "seq_lens"),
     "block_table rank": {"block_table": lambda t: t[0]},
     "seq_lens rank": {"seq_lens": lambda t: t[None]},
     "block_table dtype": {"block_table": _to(torch.int16)},
@@ -124,6 +131,7 @@ _TABLE: dict[str, Changes] = {
     "block_table rows": {"block_table": _drop(0)},
 }
 _QUERY: dict[str, Changes] = {
+    **_none("query"),
     "query rank": {"query": lambda t: t[0]},
     "query dtype": {"query": _to(torch.float64)},
     "query device": {"query": _meta},
@@ -160,6 +168,7 @@ _SCALE_CACHES: dict[str, Changes] = {
     "v_scale_cache": {"v_scale_cache": _shape(5, 4, 2)},
 }
 _MAPPING: dict[str, Changes] = {
+    **_none("block_mapping"),
     "block_mapping rank": {"block_mapping": lambda t: t[0]},
     "block_mapping columns": {"block_mapping": _shape(2, 3, dtype=torch.int64)},
     "block_mapping dtype": {"block_mapping": _to(torch.float32)},
@@ -184,6 +193,7 @@ SHAPES: dict[str, dict[str, Changes]] = {
         **_SCALE_CACHES,
     },
     "merge_states": {
+        **_none("out_a", "lse_a", "out_b", "lse_b"),
         "out_a rank": {"out_a": lambda t: t[0]},
         "out_b rank": {"out_b": lambda t: t[0]},
         "out_a dtype": {"out_a": _to(torch.float64)},
@@ -213,6 +223,7 @@ SHAPES: dict[str, dict[str, Changes]] = {
     },
     "swap_blocks": {
         **_MAPPING,
+        **_none("src", "dst"),
         "block_mapping device": {"block_mapping": _meta},
         "scalar src": {"src": torch.tensor(1.0)},
         "dst rank": {"dst": lambda t: t[0]},
@@ -223,6 +234,7 @@ SHAPES: dict[str, dict[str, Changes]] = {
     },
     "gather_kv": {
         **_TABLE,
+        **_none("cache"),
         "cache rank": {"cache": lambda t: t[0]},
         "cache dtype": {"cache": _to(torch.int8)},
         "cache stride": {"cache": _every_other},

@@ -112,6 +112,8 @@ def test_write_kv_texts():
     assert_expected_inline(
         texts("write_kv"),
         """\
+key_cache None -> key_cache must be a tensor, got None
+value_cache None -> value_cache must be a tensor, got None
 key_cache rank -> key_cache must be [num_blocks, block_size, num_kv_heads, head_size], got [4, 2, 16]
 value_cache rank -> value_cache must be [num_blocks, block_size, num_kv_heads, v_head_size], got [1, 5, 4, 2, 8]
 key_cache dtype -> key_cache must be float32, float16 or bfloat16 (int8 and float8 caches are not supported yet), got float64
@@ -124,6 +126,9 @@ value_cache blocks -> value_cache.size(0) must be 5 like key_cache.size(0), got 
 value_cache block_size -> value_cache.size(1) must be 4 like key_cache.size(1), got 3
 value_cache heads -> value_cache.size(2) must be 2 like key_cache.size(2), got 1
 block_size zero -> key_cache.size(1) must be at least 1 (block_size), got 0
+key None -> key must be a tensor, got None
+value None -> value must be a tensor, got None
+slot_mapping None -> slot_mapping must be a tensor, got None
 key rank -> key must be [num_tokens, num_kv_heads, head_size], got [2, 16]
 value rank -> value must be [num_tokens, num_kv_heads, v_head_size], got [1, 4, 2, 8]
 slot_mapping rank -> slot_mapping must be [num_slots], got [1, 4]
@@ -160,6 +165,8 @@ def test_paged_attention_texts():
     assert_expected_inline(
         texts("paged_attention"),
         """\
+key_cache None -> key_cache must be a tensor, got None
+value_cache None -> value_cache must be a tensor, got None
 key_cache rank -> key_cache must be [num_blocks, block_size, num_kv_heads, head_size], got [4, 2, 16]
 value_cache rank -> value_cache must be [num_blocks, block_size, num_kv_heads, v_head_size], got [1, 5, 4, 2, 8]
 key_cache dtype -> key_cache must be float32, float16 or bfloat16 (int8 and float8 caches are not supported yet), got float64
@@ -172,6 +179,7 @@ value_cache blocks -> value_cache.size(0) must be 5 like key_cache.size(0), got 
 value_cache block_size -> value_cache.size(1) must be 4 like key_cache.size(1), got 3
 value_cache heads -> value_cache.size(2) must be 2 like key_cache.size(2), got 1
 block_size zero -> key_cache.size(1) must be at least 1 (block_size), got 0
+query None -> query must be a tensor, got None
 query rank -> query must be [num_tokens, num_heads, head_size], got [4, 16]
 query dtype -> query must be float32, float16 or bfloat16, got float64
 query device -> query must be on cpu like key_cache, got meta
@@ -202,6 +210,8 @@ sinks device -> sinks must be on cpu like query, got meta
 sinks size -> sinks.size(0) must be 4 like query.size(1), got 5
 k_scale -> k_scale must be None (quantised caches are not supported yet), got a tensor
 v_scale -> v_scale must be None (quantised caches are not supported yet), got a tensor
+block_table None -> block_table must be a tensor, got None
+seq_lens None -> seq_lens must be a tensor, got None
 block_table rank -> block_table must be [batch, max_blocks], got [3]
 seq_lens rank -> seq_lens must be [batch], got [1, 2]
 block_table dtype -> block_table must be int32 or int64, got int16
@@ -238,6 +248,10 @@ def test_merge_states_texts():
     assert_expected_inline(
         texts("merge_states"),
         """\
+out_a None -> out_a must be a tensor, got None
+lse_a None -> lse_a must be a tensor, got None
+out_b None -> out_b must be a tensor, got None
+lse_b None -> lse_b must be a tensor, got None
 out_a rank -> out_a must be [num_tokens, num_heads, v_head_size], got [4, 8]
 out_b rank -> out_b must be [num_tokens, num_heads, v_head_size], got [4, 8]
 out_a dtype -> out_a must be float32, float16 or bfloat16, got float64
@@ -265,6 +279,7 @@ def test_copy_blocks_texts():
     assert_expected_inline(
         texts("copy_blocks"),
         """\
+block_mapping None -> block_mapping must be a tensor, got None
 block_mapping rank -> block_mapping must be [num_pairs, 2], got [2]
 block_mapping columns -> block_mapping must be [num_pairs, 2], got [2, 3]
 block_mapping dtype -> block_mapping must be int32 or int64, got float32
@@ -284,9 +299,12 @@ def test_swap_blocks_texts():
     assert_expected_inline(
         texts("swap_blocks"),
         """\
+block_mapping None -> block_mapping must be a tensor, got None
 block_mapping rank -> block_mapping must be [num_pairs, 2], got [2]
 block_mapping columns -> block_mapping must be [num_pairs, 2], got [2, 3]
 block_mapping dtype -> block_mapping must be int32 or int64, got float32
+src None -> src must be a tensor, got None
+dst None -> dst must be a tensor, got None
 block_mapping device -> block_mapping must be on cpu, got meta
 scalar src -> src must have blocks as its first dimension, got a scalar
 dst rank -> dst must have 4 dimensions like src, got 3
@@ -309,6 +327,8 @@ def test_gather_kv_texts():
     assert_expected_inline(
         texts("gather_kv"),
         """\
+block_table None -> block_table must be a tensor, got None
+seq_lens None -> seq_lens must be a tensor, got None
 block_table rank -> block_table must be [batch, max_blocks], got [3]
 seq_lens rank -> seq_lens must be [batch], got [1, 2]
 block_table dtype -> block_table must be int32 or int64, got int16
@@ -316,6 +336,7 @@ seq_lens dtype -> seq_lens must be int32 or int64, got float32
 block_table device -> block_table must be on cpu like cache, got meta
 seq_lens device -> seq_lens must be on cpu like cache, got meta
 block_table rows -> block_table.size(0) must be 2 like seq_lens.size(0), got 1
+cache None -> cache must be a tensor, got None
 cache rank -> cache must be [num_blocks, block_size, num_kv_heads, head_size], got [4, 2, 16]
 cache dtype -> cache must be float32, float16 or bfloat16 (int8 and float8 caches are not supported yet), got int8
 cache stride -> cache must have a contiguous last dimension, got strides [256, 64, 32, 2]
