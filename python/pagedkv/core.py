@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .errors import IntegrityError, InvalidArgumentError
 from .hf.prefix import PrefixKeys
-from .requests import Prompt, Record, Request, check_fit, encode_prompt
+from .requests import Prompt, Record, Request, check_fit, check_logprobs, check_priority, check_seed, encode_prompt
 from .results import EngineStats, NewToken, Result, StepOutput
 from .runner import Runner
 from .sampling import Choice, Settings, sample
@@ -104,7 +104,7 @@ class EngineCore:
                 ``prompt_lookup_num_tokens``; ``num_return_sequences`` samples.
             priority: the larger is served first.
             cache_salt: only requests with equal salts share cached prefixes.
-            seed: of the request's own random stream (sample i: seed + i); None: drawn from torch's.
+            seed: of the request's own random stream (sample i: seed + i), up to 2**63 - 1; None: drawn from torch's.
             logprobs: keep the log-probabilities of each token and of so many likeliest ones.
             logits_processor, stopping_criteria: transformers' objects, of this request alone.
             streamer: a transformers streamer, called with every token of a request with one sample.
@@ -118,13 +118,13 @@ class EngineCore:
         """
         ids = encode_prompt(prompt, self.tokenizer, self._vocabulary)
         processors = logits_processor, stopping_criteria
+        logprobs = None if logprobs is None else check_logprobs(logprobs, self._vocabulary)
         settings = Settings(
             self.model, self.tokenizer, generation_config, len(ids), *processors, logprobs=logprobs, **options
         )
         check_fit(self.runner, self.scheduler, len(ids), settings)
-        if logprobs is not None and not 0 <= logprobs <= self._vocabulary:
-            raise InvalidArgumentError(f"logprobs: expected 0..{self._vocabulary}, got {logprobs}")
-        seed = int(torch.randint(2**62, ())) if seed is None else seed
+        check_priority(priority)
+        seed = int(torch.randint(2**62, ())) if seed is None else check_seed(seed, settings.num_samples)
         with self._lock:
             if self._closed:
                 raise RuntimeError("the engine is closed")
@@ -190,9 +190,9 @@ class EngineCore:
 
     def _step(self) -> None:
         scheduler = self.scheduler
-        for seq in scheduler.running:
+        for seq in list(scheduler.running):
             if seq.is_pending and seq.settings.lookup is not None:
-                seq.draft = seq.settings.draft(seq.tokens)
+                self._draft(seq)
         if not scheduler.schedule():
             if scheduler.waiting:
                 for seq in list(scheduler.waiting[0].record.request.live.values()):
@@ -210,6 +210,12 @@ class EngineCore:
             seq.num_computed += work
         self._counts["steps"] += 1
         self._emit(batch, logits, is_decode)
+
+    def _draft(self, seq: Sequence) -> None:
+        try:
+            seq.draft = seq.settings.draft(seq.tokens)
+        except Exception as error:  # of this request alone
+            self._finish(seq, "error", f"{type(error).__name__}: {error}")
 
     def _forward(self, batch: list[Sequence], works: list[int], is_decode: bool) -> torch.Tensor:
         """Logits of every sequence whose last token is computed, and of each token of a draft, in order."""

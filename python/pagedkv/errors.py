@@ -17,7 +17,7 @@ class InvalidArgumentError(PagedKVError, ValueError):
 def integer(name: str, value: Any, minimum: int | None = None, note: str = "") -> int:
     """`value` as an int; anything else, and less than `minimum`, is an InvalidArgumentError that says so."""
     try:
-        number = operator.index(value)
+        number = int(operator.index(value))
     except TypeError:
         raise InvalidArgumentError(f"{name}: expected an int, got {value!r}") from None
     if minimum is not None and number < minimum:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -10,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import InvalidArgumentError
+from .errors import InvalidArgumentError, integer
 from .results import NewToken, Result
 from .sampling import Settings
 from .scheduler import Scheduler, Sequence
 
 if TYPE_CHECKING:
     from .runner import Runner
+
+_SEEDS = 2**63
 
 Prompt = str | Seq[int] | torch.Tensor
 
@@ -93,6 +96,27 @@ def check_prompts(prompts: Any) -> None:
     else:
         return
     raise InvalidArgumentError(f"prompts: expected a list of prompts, got {got}")
+
+
+def check_logprobs(logprobs: Any, vocabulary: int) -> int:
+    count = integer("logprobs", logprobs)
+    if not 0 <= count <= vocabulary:
+        raise InvalidArgumentError(f"logprobs: expected 0..{vocabulary}, got {count}")
+    return count
+
+
+def check_priority(priority: Any) -> None:
+    if not isinstance(priority, numbers.Real) or priority != priority:  # NaN has no place in an order
+        raise InvalidArgumentError(f"priority: expected a number, got {priority!r}")
+
+
+def check_seed(seed: Any, num_samples: int) -> int:
+    first = integer("seed", seed, 0)
+    if first + num_samples > _SEEDS:
+        raise InvalidArgumentError(
+            f"seed: expected seed + i below 2**63 for each of {num_samples} samples, got {first}"
+        )
+    return first
 
 
 def check_fit(runner: Runner, scheduler: Scheduler, num_prompt: int, settings: Settings) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from transformers import (
 from transformers.generation import GenerationMode
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from .errors import InvalidArgumentError
+from .errors import InvalidArgumentError, integer
 from .scheduler import Sequence
 
 # warpers that look at each row of scores alone: rows of several requests go through them together
@@ -39,6 +40,16 @@ _ROW_WISE = (
 )
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 _NAN, _NO_TOKEN = -1, -2
+# the least that each may be
+_COUNTS = {
+    "max_new_tokens": 1,
+    "max_length": 0,
+    "min_new_tokens": 0,
+    "min_length": 0,
+    "num_return_sequences": 1,
+    "prompt_lookup_num_tokens": 0,
+    "max_matching_ngram_size": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,7 @@ class Settings:
         logprobs: int | None = None,
         **options: Any,
     ) -> None:
+        _check_counts(options)  # generate's own checks compare them with numbers first
         given_length = options.get("max_length") or (config and config.max_length)
         given_min = options.get("min_length") or (config and config.min_length)
         config, unknown = model._prepare_generation_config(config, **options)
@@ -140,7 +152,14 @@ class Settings:
         return found[0, len(tokens) : len(tokens) + room].tolist()
 
 
+def _check_counts(options: Mapping[str, Any]) -> None:
+    for name, least in _COUNTS.items():
+        if options.get(name) is not None:
+            integer(name, options[name], least)
+
+
 def _check(config: GenerationConfig, tokenizer: Any) -> None:
+    _check_counts(vars(config))
     mode = config.get_generation_mode()
     if mode not in _MODES or (mode == GenerationMode.ASSISTED_GENERATION and not config.prompt_lookup_num_tokens):
         raise InvalidArgumentError(f"generation_config: expected greedy, sampling or prompt lookup, got {mode.value}")
@@ -150,8 +169,6 @@ def _check(config: GenerationConfig, tokenizer: Any) -> None:
         raise InvalidArgumentError("token_healing: expected False, got True")
     if config.stop_strings and tokenizer is None:
         raise InvalidArgumentError("stop_strings: expected an Engine with a tokenizer")
-    if (config.num_return_sequences or 1) < 1:
-        raise InvalidArgumentError(f"num_return_sequences: expected at least 1, got {config.num_return_sequences}")
 
 
 def _ids(tokens: list[int], device: torch.device) -> Tensor:
@@ -162,7 +179,7 @@ def sample(seqs: Seq[Sequence], generators: Seq[torch.Generator], logits: Tensor
     """The next token of each sequence; one host read for all that share settings or are plainly greedy.
 
     A row's random numbers come from its own generator, so that neither its neighbours nor its place change them. An
-    exception in a request's own processor is that request's alone.
+    exception in a request's own processor or log-probabilities is that request's alone.
 
     Args:
         logits: [R, vocabulary] float32, one row per sequence.
@@ -184,7 +201,7 @@ def sample(seqs: Seq[Sequence], generators: Seq[torch.Generator], logits: Tensor
         else:
             for row, token in zip(rows, picked, strict=True):
                 chosen[row] = token
-    logprobs = _logprobs(seqs, logits, chosen)
+    logprobs = _logprobs(seqs, logits, chosen, errors)
     choices = []
     for row, token in enumerate(chosen):
         if token == _NAN:
@@ -220,14 +237,20 @@ def _pick(seqs: list[Sequence], generators: list[torch.Generator], logits: Tenso
     return picked
 
 
-def _logprobs(seqs: Seq[Sequence], logits: Tensor, chosen: list[int]) -> dict[int, dict[int, float]]:
+def _logprobs(
+    seqs: Seq[Sequence], logits: Tensor, chosen: list[int], errors: dict[int, str]
+) -> dict[int, dict[int, float]]:
     """Log-probabilities under the model's own logits: of the chosen token and of the likeliest ones."""
     found = {}
     for row, seq in enumerate(seqs):
         count = seq.settings.logprobs
         if count is not None and chosen[row] >= 0:
-            values = logits[row].log_softmax(-1)
-            top = values.topk(count)
+            try:
+                values = logits[row].log_softmax(-1)
+                top = values.topk(count)
+            except Exception as error:
+                errors[row] = f"{type(error).__name__}: {error}"
+                continue
             found[row] = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
             found[row][chosen[row]] = float(values[chosen[row]])
     return found

@@ -47,6 +47,26 @@ def test_a_callback_that_raises_fails_its_request_alone(llama, make_engine, role
     assert_native(llama, [found[request] for request in good], max_new_tokens=10)
 
 
+@pytest.mark.parametrize("broken", ["draft", "logprobs"])
+def test_a_request_whose_draft_or_logprobs_fail_ends_alone(llama, make_engine, broken):
+    sampled = {"max_new_tokens": 10, "do_sample": True, "seed": 3}
+    expected = make_engine(llama).generate([[4, 5, 6]], **sampled)[0]
+    engine = make_engine(llama)
+    bad = engine.add_request([1, 2, 3], max_new_tokens=10, prompt_lookup_num_tokens=2, logprobs=2)
+    good = engine.add_request([4, 5, 6], **sampled)
+    engine.step()
+    settings = engine._requests[bad].live[0].settings
+    if broken == "draft":
+        settings.lookup.max_matching_ngram_size = 1.5
+    else:
+        settings.logprobs = 1.5
+    found = {}
+    while len(found) < 2:
+        found.update({result.request_id: result for result in engine.step().finished})
+    assert (found[bad].finish_reason, found[bad].error.split(":")[0]) == ("error", "TypeError")
+    assert found[good].token_ids == expected.token_ids
+
+
 def test_a_processor_that_leaves_no_token(llama, make_engine):
     class Nothing(LogitsProcessor):
         def __call__(self, input_ids, scores):
