@@ -6,6 +6,7 @@ Names are resolved on first use, so that ``pagedkv.block_pool`` and ``pagedkv.ma
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,7 +14,11 @@ if TYPE_CHECKING:
     from .cache import LayerSpec as LayerSpec
     from .cache import PagedKVCache as PagedKVCache
     from .engine import Engine as Engine
+    from .errors import InvalidArgumentError as InvalidArgumentError
+    from .errors import OutOfBlocksError as OutOfBlocksError
+    from .errors import PagedKVError as PagedKVError
     from .hf import PagedCache as PagedCache
+    from .hf import UnsupportedModelError as UnsupportedModelError
     from .hf import clear_prefix_cache as clear_prefix_cache
     from .hf import patch as patch
     from .hf import patched as patched
@@ -26,10 +31,14 @@ _HOME = {
     "BlockPool": "block_pool",
     "Engine": "engine",
     "GroupSpec": "manager",
+    "InvalidArgumentError": "errors",
     "KVCacheManager": "manager",
     "LayerSpec": "cache",
+    "OutOfBlocksError": "errors",
     "PagedCache": "hf",
     "PagedKVCache": "cache",
+    "PagedKVError": "errors",
+    "UnsupportedModelError": "hf",
     "clear_prefix_cache": "hf",
     "patch": "hf",
     "patched": "hf",
@@ -37,14 +46,20 @@ _HOME = {
     "unpatch": "hf",
 }
 
+_MODULES = ("block_pool", "block_table", "cache", "engine", "errors", "hf", "integrations", "manager")
+
 __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    if name in _HOME:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    if name == "__version__":
+        return importlib.metadata.version("pagedkv")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted([*__all__, *_MODULES, "__version__"])

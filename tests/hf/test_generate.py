@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from models import EXTRA, ragged, tiny
 
 import pagedkv
+from pagedkv.hf.methods import cache_argument
+from pagedkv.hf.patch import layer_modes
 
 
 def both(model, inputs, seed=0, **kwargs):
@@ -18,6 +22,7 @@ def both(model, inputs, seed=0, **kwargs):
         paged = model.generate(**inputs, **kwargs)
         pool = pagedkv.pool(model)
         assert pool.peak_used_blocks > 0, "generate did not use the pool"
+        assert set(layer_modes(model)) == {"paged"}
         if torch.is_tensor(paged):
             assert pool.used_blocks == 0
     return native, paged
@@ -31,6 +36,30 @@ def test_greedy(family, side):
     new_tokens = 20 if side == "left" or family in ("llama", "qwen3") else 1
     native, paged = both(tiny(family), ragged(lengths, side=side), max_new_tokens=new_tokens, do_sample=False)
     assert torch.equal(native, paged)
+
+
+def test_softcap_and_sinks_reach_the_op():
+    """What a dropped softcap or sink would change is seen, by paged layers, in every logit."""
+    for family, dropped in (("gemma2", "attn_logit_softcapping"), ("gpt_oss", "sinks")):
+        model, ids = tiny(family), torch.randint(2, 128, (2, 12), generator=torch.Generator().manual_seed(3))
+        with torch.no_grad():
+            expected = model(ids).logits
+            without = copy.deepcopy(model)
+            if dropped == "sinks":
+                for name, parameter in without.named_parameters():
+                    if "sinks" in name:
+                        parameter.fill_(float("-inf"))
+            else:
+                for module in without.modules():
+                    if hasattr(module, dropped):
+                        setattr(module, dropped, None)
+            assert (without(ids).logits - expected).abs().amax() > 1e-2
+            pagedkv.patch(model, block_size=4, num_blocks=64)
+            assert layer_modes(model) == ["paged"] * 3
+            cache = pagedkv.PagedCache(model.config, pool=pagedkv.pool(model))
+            logits = model(ids, **{cache_argument(model): cache}).logits
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+        assert pagedkv.pool(model).used_blocks > 0
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import pagedkv
 import pagedkv_ops
 from pagedkv_ops.schema import SCHEMAS
 
@@ -42,6 +43,20 @@ def test_loads_no_module_but_its_own_beyond_torch():
     extra = {name.partition(".")[0] for name in with_ops - with_torch}
     assert extra <= {"pagedkv_ops"} | set(sys.stdlib_module_names)
     assert "pagedkv_ops._triton" not in with_ops
+
+
+def test_the_user_package_resolves_every_name_it_lists():
+    """Also modules that were not imported before, so that ``import pagedkv`` is all that examples need."""
+    code = """
+import pagedkv
+for name in dir(pagedkv):
+    getattr(pagedkv, name)
+pagedkv.integrations.torch_tensorrt.install
+assert pagedkv.__version__ != "" and not hasattr(pagedkv, "transformers") and not hasattr(pagedkv.integrations, "os")
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(Path(pagedkv.__file__).parents[1])])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_reload_and_second_import_keep_the_ops():
