@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -314,9 +315,55 @@ def test_a_model_already_set_to_pagedkv_can_be_patched(inputs):
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_blocks": 0}, {"num_blocks": 3.5}, {"memory": "1MB"}, {"kv_dtype": "bfloat17"}, {"memory": 0}]
+    "options",
+    [
+        {"block_size": 0},
+        {"block_size": 2**40},
+        {"block_size": 2**32},
+        {"num_blocks": 0},
+        {"num_blocks": 3.5},
+        {"num_blocks": True},
+        {"num_blocks": 2**40},
+        {"memory": "1MB"},
+        {"memory": 0},
+        {"memory": 1.5},
+        {"memory": math.nan},
+        {"memory": 2**44},
+        {"num_blocks": 64, "memory": 2**20},
+        {"kv_dtype": "bfloat17"},
+        {"prefix_caching": "yes"},
+        {"compile": "x"},
+    ],
+    ids=str,
 )
 def test_settings_are_refused_by_name(model, options):
-    with pytest.raises(ValueError, match=next(iter(options))):
+    attributes, kind = dict(vars(model)), type(model)
+    with pytest.raises(ValueError, match=f"^pagedkv: {next(iter(options))}"):
         pagedkv.patch(model, **options)
-    assert "_pagedkv_patch" not in vars(model)
+    assert vars(model) == attributes
+    assert type(model) is kind
+
+
+def test_empty_input_ids_are_refused_by_name(model, inputs):
+    expected = generate(model, inputs)
+    pagedkv.patch(model, num_blocks=64)
+    with pytest.raises(ValueError, match="input_ids must hold at least one token"):
+        model.generate(torch.zeros(1, 0, dtype=torch.long), **OPTIONS)
+    assert torch.equal(generate(model, inputs), expected)
+
+
+@pytest.mark.parametrize("block_size", [7, 48])
+def test_memory_holds_blocks_of_any_size(model, block_size):
+    pagedkv.patch(model, block_size=block_size, memory=2**20)
+    pool = pagedkv.pool(model)
+    generate(model, {"input_ids": torch.arange(5, 15)[None]})
+    assert pool.block_size == block_size
+    assert pool.num_blocks == 2**20 // pool.block_bytes
+
+
+def test_settings_beyond_the_memory_name_the_bytes(model):
+    for options in ({"block_size": 2**40}, {"num_blocks": 2**40}):
+        with pytest.raises(ValueError, match=r"asks for \d+ blocks of \d+ bytes, \d+ bytes in all; cpu has \d+$"):
+            pagedkv.patch(model, **options)
+    with pytest.raises(ValueError, match=rf"at most the \d+ bytes of cpu, got {2**44}$"):
+        pagedkv.patch(model, memory=2**44)

@@ -55,11 +55,11 @@ class Patch:
         self._lock = threading.RLock()
         self._local = threading.local()
 
-    def set_pool(self, model: PreTrainedModel, num_blocks: int, prefix_caching: bool) -> None:
+    def set_pool(self, model: PreTrainedModel, num_blocks: int, block_size: int, prefix_caching: bool) -> None:
         text = model.config.get_text_config(decoder=True)
         self.pool = Pool(
             num_blocks,
-            self.options["block_size"],
+            block_size,
             layer_windows(model.config),
             max_length=getattr(text, "max_position_embeddings", None) or 2048,
             kv_dtype=self.options["kv_dtype"],
@@ -205,9 +205,8 @@ def _plan(
     inputs = kwargs.get("inputs_embeds") if ids is None else ids
     if inputs is None:
         return call
-    if (
-        not state.is_pending or state.query_length != inputs.shape[1]
-    ):  # else generate() has made the masks, and the plan
+    is_planned = state.is_pending and state.query_length == inputs.shape[1]  # by generate(), with the masks
+    if not is_planned:
         if state.rows is None and not any(layer.spec for layer in state.layers):
             patch.teach(model, cache)  # the caller made it
             if patch.compiled is not None:

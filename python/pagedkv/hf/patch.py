@@ -14,10 +14,10 @@ from . import masks, prefix, support
 from .compiled import CompiledStep
 from .methods import ATTRIBUTE, Patch, patched_class, placement
 from .pool import Pool
-from .sizing import blocks_for
+from .sizing import blocks_for, check_fits, check_memory
 
 Model = TypeVar("Model")
-_PROBE_BLOCKS = 32
+_PROBE_BLOCKS, _PROBE_BLOCK_SIZE = 32, 16  # a larger block would need its memory before it is known how much
 
 
 def _target(model: Any) -> PreTrainedModel:
@@ -49,7 +49,7 @@ def patch(
     Args:
         model: a transformers causal language model, also inside a PEFT or a compiled module.
         block_size: tokens per block.
-        num_blocks: blocks of the model's pool, the null block included; None: from ``memory``.
+        num_blocks: blocks of the model's pool, the null block included; None: from ``memory``. Not both.
         memory: bytes of the pool, or the fraction (0..1) of what is free; None: on CUDA 0.8 of what is free now, on CPU
             half of it, which is reserved and touched only as blocks are used; at most 65,536 blocks.
         kv_dtype: float type of the stored keys and values; None: the type the model computes them in.
@@ -73,7 +73,7 @@ def patch(
         "prefix_caching": prefix_caching,
         "compile": compile,
     }
-    _check_options(num_blocks, memory, kv_dtype)
+    _check_options(**options)
     target = _target(model)
     known: Patch | None = target.__dict__.get(ATTRIBUTE)
     if known is not None:
@@ -85,15 +85,29 @@ def patch(
     return model
 
 
-def _check_options(num_blocks: Any, memory: Any, kv_dtype: Any) -> None:
-    if num_blocks is not None and (not isinstance(num_blocks, int) or num_blocks < 2):
+def _check_options(
+    block_size: Any, num_blocks: Any, memory: Any, kv_dtype: Any, prefix_caching: Any, compile: Any
+) -> None:
+    if not _is_int(block_size, 1):
+        raise ValueError(f"pagedkv: block_size must be an int of at least 1, got {block_size!r}")
+    if num_blocks is not None and not _is_int(num_blocks, 2):
         raise ValueError(
             f"pagedkv: num_blocks must be an int of at least 2 (one is the null block), got {num_blocks!r}"
         )
-    if memory is not None and (not isinstance(memory, int | float) or memory <= 0):
-        raise ValueError(f"pagedkv: memory must be bytes or a fraction above 0, got {memory!r}")
+    if memory is not None:
+        check_memory(memory)
+    if num_blocks is not None and memory is not None:
+        raise ValueError(f"pagedkv: num_blocks and memory must not both be given, got {num_blocks} and {memory}")
     if kv_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"pagedkv: kv_dtype must be None, float32, float16 or bfloat16 of torch, got {kv_dtype!r}")
+    if not isinstance(prefix_caching, bool):
+        raise ValueError(f"pagedkv: prefix_caching must be a bool, got {prefix_caching!r}")
+    if not isinstance(compile, bool | dict):
+        raise ValueError(f"pagedkv: compile must be a bool or a dict of options of torch.compile, got {compile!r}")
+
+
+def _is_int(value: Any, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def _install(model: PreTrainedModel, handle: Patch) -> None:
@@ -117,7 +131,8 @@ def _install(model: PreTrainedModel, handle: Patch) -> None:
 def _probe(model: PreTrainedModel, handle: Patch) -> None:
     """Run both ways, compare, and learn each layer's mode."""
     inputs = support.probe_inputs(model)
-    handle.set_pool(model, _PROBE_BLOCKS, prefix_caching=False)
+    block_size = min(handle.options["block_size"], _PROBE_BLOCK_SIZE)
+    handle.set_pool(model, _PROBE_BLOCKS, block_size, prefix_caching=False)
     with support.evaluation(model):
         try:
             own_cache = {handle.cache_name: DynamicCache(config=model.config)}
@@ -132,7 +147,7 @@ def _probe(model: PreTrainedModel, handle: Patch) -> None:
                 raise
             # it does something to its masks or keys that the attention function can not see: leave its attention alone
             handle.switches = False
-            handle.set_pool(model, _PROBE_BLOCKS, prefix_caching=False)
+            handle.set_pool(model, _PROBE_BLOCKS, block_size, prefix_caching=False)
             _probe_paged(model, handle, inputs, native)
 
 
@@ -150,12 +165,16 @@ def _probe_paged(model: PreTrainedModel, handle: Patch, inputs: dict[str, Any], 
 
 def _size_pool(model: PreTrainedModel, handle: Patch) -> None:
     options = handle.options
+    num_blocks, block_size = options["num_blocks"], options["block_size"]
+    block_bytes = handle.pool.block_bytes // handle.pool.block_size * block_size
     device = model.get_input_embeddings().weight.device
-    num_blocks = options["num_blocks"]
+    check_fits(f"block_size={block_size}", 2, block_bytes, device)
     if num_blocks is None:
-        num_blocks = blocks_for(handle.pool.block_bytes, options["memory"], device)
+        num_blocks = blocks_for(block_bytes, options["memory"], device)
+    else:
+        check_fits(f"num_blocks={num_blocks}", num_blocks, block_bytes, device)
     caching = options["prefix_caching"] and prefix.allowed(model, handle.new_cache(model))
-    handle.set_pool(model, num_blocks, caching)
+    handle.set_pool(model, num_blocks, block_size, caching)
 
 
 def unpatch(model: Model) -> Model:

@@ -1,4 +1,4 @@
-"""How many blocks a pool gets when nobody says so."""
+"""How many blocks a pool gets when nobody says so, and the most that it can have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,31 @@ def free_memory(device: torch.device) -> int:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
+    return total_memory(device)
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes that a device has."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_memory(memory: Any) -> None:
+    """Raise ValueError for what can not be the ``memory`` of a pool on any device."""
+    is_bytes = isinstance(memory, int) and not isinstance(memory, bool) and memory > 0
+    if not is_bytes and not (isinstance(memory, float) and 0 < memory <= 1):
+        raise ValueError(f"pagedkv: memory must be an int of bytes or a fraction above 0 and up to 1, got {memory!r}")
+
+
+def check_fits(setting: str, num_blocks: int, block_bytes: int, device: torch.device) -> None:
+    """Raise ValueError where blocks need more than a device has, naming the setting that asks for them."""
+    needed, total = num_blocks * block_bytes, total_memory(device)
+    if needed > total:
+        raise ValueError(
+            f"pagedkv: {setting} asks for {num_blocks} blocks of {block_bytes} bytes, {needed} bytes in all; "
+            f"{device} has {total}"
+        )
 
 
 def blocks_for(block_bytes: int, memory: int | float | None, device: torch.device) -> int:
@@ -34,19 +58,22 @@ def blocks_for(block_bytes: int, memory: int | float | None, device: torch.devic
             0.8 of it, at most 65,536 blocks.
 
     Raises:
-        ValueError: a memory that holds no block, or a fraction above 1.
+        ValueError: a memory that holds no block, that the device does not have, or a fraction above 1.
     """
     limit = None
     if memory is None:
         memory = CUDA_FRACTION if device.type == "cuda" else CPU_FRACTION
         limit = MAX_DEFAULT_BLOCKS
+    check_memory(memory)
     if isinstance(memory, float):
-        if not 0 < memory <= 1:
-            raise ValueError(f"memory must be an int of bytes or a fraction above 0 and up to 1, got {memory}")
         memory = int(memory * free_memory(device))
+    elif memory > total_memory(device):
+        raise ValueError(f"pagedkv: memory must be at most the {total_memory(device)} bytes of {device}, got {memory}")
     num_blocks = memory // block_bytes
     if num_blocks < 2:
-        raise ValueError(f"memory must hold two blocks of {block_bytes} bytes (one is the null block), got {memory}")
+        raise ValueError(
+            f"pagedkv: memory must hold two blocks of {block_bytes} bytes (one is the null block), got {memory}"
+        )
     return num_blocks if limit is None else min(num_blocks, limit)
 
 

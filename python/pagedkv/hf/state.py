@@ -97,9 +97,11 @@ class PagedState:
             dense: see :class:`Step`.
 
         Raises:
-            ValueError: the mask or the batch does not continue what the cache holds.
+            ValueError: there are no columns, or the mask or the batch does not continue what the cache holds.
             OutOfBlocksError: the pool has too few blocks; nothing was changed.
         """
+        if query_length == 0:
+            raise ValueError("pagedkv: input_ids must hold at least one token a row, got none")
         if self.is_pending:
             if (batch, query_length) == (self._batch, self.query_length):
                 self._set_dense(dense or self._dense)
