@@ -65,7 +65,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="directory of a causal language model (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--compile", action="store_true", help="compile the decode steps (takes about a minute)")
+    parser.add_argument("--compile", action="store_true", help="compile every forward (on CPU about 100 s)")
     parser.add_argument("--blocks", type=int, default=40, help="blocks of 16 tokens in the pool")
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--plain", action="store_true", help="no live table: only the last one")

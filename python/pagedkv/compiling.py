@@ -23,6 +23,8 @@ _CPU_OPTIONS = {
     "cpp.enable_concat_linear": True,
     "max_autotune_gemm": True,
     "max_autotune_gemm_backends": "ATEN,CPP",
+    "max_autotune_report_choices_stats": False,  # no tables of the timings on the terminal
+    "autotune_num_choices_displayed": 0,
 }
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from .errors import IntegrityError, InvalidArgumentError
+from .errors import IntegrityError, InvalidArgumentError, integer
 from .hf.prefix import PrefixKeys
+from .prefix import encode
 from .requests import Prompt, Record, Request, check_fit, check_logprobs, check_priority, check_seed, encode_prompt
 from .results import EngineStats, NewToken, Result, StepOutput
 from .runner import Runner
@@ -42,6 +43,8 @@ class EngineCore:
         buckets: Seq[int] | None = None,
         progress: bool = False,
     ) -> None:
+        max_num_seqs = integer("max_num_seqs", max_num_seqs)
+        max_num_batched_tokens = integer("max_num_batched_tokens", max_num_batched_tokens)
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise InvalidArgumentError(
                 f"max_num_seqs, max_num_batched_tokens: expected 1 <= max_num_seqs <= max_num_batched_tokens, got "
@@ -124,13 +127,16 @@ class EngineCore:
         )
         check_fit(self.runner, self.scheduler, len(ids), settings)
         check_priority(priority)
+        encode(cache_salt)  # raises for what is no plain value
+        if streamer is not None and settings.num_samples > 1:
+            raise InvalidArgumentError(f"streamer: expected a request with one sample, got {settings.num_samples}")
         seed = int(torch.randint(2**62, ())) if seed is None else check_seed(seed, settings.num_samples)
         with self._lock:
             if self._closed:
                 raise RuntimeError("the engine is closed")
             keys = cache_salt, self._current_key()
             if streamer is not None:
-                _begin_stream(streamer, ids, settings)
+                _begin_stream(streamer, ids)
             request = Request(self._new_id(), ids, streamer, time.monotonic())
             self._queue(request, settings, priority, seed, keys)
             return request.id
@@ -391,9 +397,7 @@ class EngineCore:
             self._closed = True
 
 
-def _begin_stream(streamer: Any, ids: list[int], settings: Settings) -> None:
-    if settings.num_samples > 1:
-        raise InvalidArgumentError(f"streamer: expected a request with one sample, got {settings.num_samples}")
+def _begin_stream(streamer: Any, ids: list[int]) -> None:
     try:
         streamer.put(torch.tensor([ids]))
     except Exception as error:
@@ -410,6 +414,8 @@ def _end_stream(streamer: Any, result: Result) -> None:
         result.error = text if result.error is None else f"{result.error}; {text}"
 
 
-def _check_mode(model: PreTrainedModel) -> None:
+def _check_mode(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgumentError(f"model: expected a transformers model, got {type(model).__name__}")
     if model.training:
         raise InvalidArgumentError("model: expected one in evaluation mode, call model.eval()")

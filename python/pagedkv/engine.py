@@ -19,7 +19,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import GenerationConfig
 
 from .core import EngineCore
-from .errors import InvalidArgumentError
+from .errors import InvalidArgumentError, integer
 from .progress import generation_bar
 from .requests import Prompt, Request, check_prompts
 from .results import NewToken, Result
@@ -30,7 +30,8 @@ class Engine(EngineCore):
 
     Args:
         model: its layers need no more per token than its position and the keys and values before it. Its weights and
-            its other uses are left alone; with ``compile`` requests are refused once weights or adapters have changed.
+            its other uses are left alone; with ``compile`` requests are refused once weights or adapters have changed
+            (writes through ``.data`` are not noticed).
         tokenizer: for prompts and results as text; prompts can be token ids without one.
         num_blocks, memory: blocks of the pool, the null block included; or its bytes, or the fraction of free memory.
         block_size: tokens per block.
@@ -65,7 +66,7 @@ class Engine(EngineCore):
             prompts: one request each. generation_config: for all, or one for each.
             progress: show a bar with tokens per second, running and waiting sequences, and the share of blocks in use.
             seed: the i-th request gets seed + 1000 * i.
-            options: of `add_request`, for all.
+            options: of `add_request`, for all; a streamer takes one prompt.
 
         Returns:
             One result per sample, prompt after prompt. A request that fails has finish reason "error".
@@ -79,6 +80,9 @@ class Engine(EngineCore):
             configs = list(generation_config)
         if len(configs) != len(prompts):
             raise InvalidArgumentError(f"generation_config: expected {len(prompts)} configs, got {len(configs)}")
+        if options.get("streamer") is not None and len(prompts) > 1:
+            raise InvalidArgumentError(f"streamer: expected one prompt, got {len(prompts)}")
+        seed = None if seed is None else integer("seed", seed, 0)
         requests: list[Request] = []
         try:
             with self._lock:

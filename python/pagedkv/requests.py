@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import operator
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -65,14 +66,18 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
         prompt = tokenizer(prompt)["input_ids"]
     if isinstance(prompt, torch.Tensor) and prompt.dim() != 1:
         raise InvalidArgumentError(f"prompt: expected token ids [T], got a tensor of shape {tuple(prompt.shape)}")
-    if isinstance(prompt, Mapping) or not isinstance(prompt, Iterable):
+    if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Iterable):
         hint = "; pass the rows of its input_ids" if isinstance(prompt, Mapping) else ""
         raise InvalidArgumentError(f"prompt: expected text or token ids, got {type(prompt).__name__}{hint}")
-    ids: list[Any] = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
-    if not ids or not all(isinstance(token, int) and 0 <= token < vocabulary for token in ids):
+    given: list[Any] = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
+    try:
+        ids = [operator.index(token) for token in given]
+    except TypeError:
+        ids = []
+    if not ids or not 0 <= min(ids) <= max(ids) < vocabulary:
         raise InvalidArgumentError(
-            f"prompt: expected text, or at least one token id in 0..{vocabulary - 1}, got {ids[:8]!r} "
-            f"({len(ids)} in all)"
+            f"prompt: expected text, or at least one token id in 0..{vocabulary - 1}, got {given[:8]!r} "
+            f"({len(given)} in all)"
         )
     return ids
 

@@ -22,7 +22,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from .block_table import BlockTable
 from .compiling import compiled
-from .errors import InvalidArgumentError
+from .errors import InvalidArgumentError, integer
 from .hf.cache import PagedCache
 from .hf.layers import PAGED
 from .hf.methods import Patch
@@ -158,7 +158,9 @@ class Runner:
             self._masks = self._make_masks()
             self._probe()
         bytes_per_token = self.pool.block_bytes // self.pool.block_size
-        blocks = num_blocks or blocks_for(bytes_per_token * block_size, memory, self.device)
+        blocks = num_blocks
+        if blocks is None:
+            blocks = blocks_for(bytes_per_token * block_size, memory, self.device)
         options = {"prefix_caching": prefix_caching, "watermark": watermark, "num_host_blocks": num_host_blocks}
         self._allocate(blocks, max_num_seqs, max_num_batched_tokens, block_size, kv_dtype, **options)
         self.max_length = min(self.max_length, self.pool.table_width * block_size)
@@ -299,11 +301,13 @@ class Runner:
         self._is_one_graph = self.device.type == "cpu"
         self._bind_decode()
         size = min(_TRACED_TOKENS, len(self._tokens[0]))
-        rows = torch.arange(max(_MIN_TOKENS, size // 2) + (size == _MIN_TOKENS), device=self.device)  # not T: see below
+        # sizes that are equal while they are traced count as one size: L is not T
+        num_logits = _MIN_TOKENS + 1 if size == _MIN_TOKENS else max(_MIN_TOKENS, size // 2)
+        rows = torch.arange(num_logits, device=self.device)
         inputs = self._views(size, None, rows) if self._is_one_graph else self._inputs[self._sizes[-1]]
         for _ in track(["one graph"], "compiling", progress):
             with options:
-                inputs.mark_dynamic()  # sizes that are equal while they are traced count as one size
+                inputs.mark_dynamic()
                 self._warm_up(inputs)
         if self._is_one_graph:
             self._check_compiled()
@@ -427,7 +431,9 @@ def _buckets(max_num_seqs: int, buckets: Sequence[int] | None) -> list[int]:
     if buckets is None:
         sizes = [1 << power for power in range(max_num_seqs.bit_length()) if 1 << power < max_num_seqs]
         return [*sizes, max_num_seqs]
-    sizes = sorted(set(buckets))
+    if not isinstance(buckets, Sequence):
+        raise InvalidArgumentError(f"buckets: expected a sequence of sizes, got {buckets!r}")
+    sizes = sorted({integer("buckets", size) for size in buckets})
     if not sizes or sizes[0] < 1 or sizes[-1] != max_num_seqs:
         raise InvalidArgumentError(f"buckets: expected sizes from 1 to max_num_seqs ({max_num_seqs}), got {sizes}")
     return sizes

@@ -88,12 +88,18 @@ class Settings:
         logprobs: int | None = None,
         **options: Any,
     ) -> None:
+        if not isinstance(config, GenerationConfig | None):
+            raise InvalidArgumentError(
+                f"generation_config: expected a GenerationConfig or None, got {type(config).__name__}"
+            )
         _check_counts(options)  # generate's own checks compare them with numbers first
         given_length = options.get("max_length") or (config and config.max_length)
         given_min = options.get("min_length") or (config and config.min_length)
         config, unknown = model._prepare_generation_config(config, **options)
         if unknown:
-            raise InvalidArgumentError(f"expected options of GenerationConfig, got {sorted(unknown)}")
+            names = sorted(unknown)
+            hint = "; num_return_sequences is the number of samples" if "n" in unknown else ""
+            raise InvalidArgumentError(f"{', '.join(names)}: not an option of GenerationConfig or of add_request{hint}")
         _check(config, tokenizer)
         device = model.get_input_embeddings().weight.device
         model._prepare_special_tokens(config, device=device)

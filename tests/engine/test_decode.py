@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import io
 
 import pytest
 import torch
@@ -15,15 +16,27 @@ from .oracle import assert_native, prompts
 
 
 @pytest.fixture(scope="module")
-def compiled(llama):
+def compiling(llama):
+    """A compiled engine, and what its making has printed."""
     torch.set_num_threads(1)  # a compiled kernel keeps the number of threads it was compiled for
     torch._dynamo.reset()
     counters.clear()
-    engine = pagedkv.Engine(
-        llama, num_blocks=64, block_size=4, max_num_seqs=6, max_num_batched_tokens=32, buckets=[2, 6], compile=True
-    )
-    yield engine
+    printed = io.StringIO()
+    settings = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 32, "buckets": [2, 6]}
+    timed = torch._inductor.config.patch(autotune_local_cache=False)  # tables are of what is timed now
+    with timed, contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
+        engine = pagedkv.Engine(llama, **settings, compile=True)
+    yield engine, printed.getvalue()
     engine.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def compiled(compiling):
+    return compiling[0]
+
+
+def test_compiling_prints_no_tables(compiling):
+    assert "autotune" not in compiling[1].lower()
 
 
 def test_compiled_steps_give_the_tokens_of_generate(llama, compiled):
@@ -80,8 +93,10 @@ def test_captured_graphs_are_replayed_per_bucket(llama, make_engine, monkeypatch
     assert sorted(runner._graphs) == runner.buckets == [1, 2, 4]
     for size, (graph, logits) in runner._graphs.items():
         graph.logits, graph.compute = logits, functools.partial(_again, runner, size)
-    assert_native(llama, engine.generate(prompts(3, 1, 20), max_new_tokens=8), max_new_tokens=8)
-    assert {runner._graphs[size][0] for size in (1, 2, 4)} >= set(captured) != set()
+    for count, size in ((1, 1), (2, 2), (3, 4)):
+        captured.clear()
+        assert_native(llama, engine.generate(prompts(count, 1, 20), max_new_tokens=8), max_new_tokens=8)
+        assert captured == [runner._graphs[size][0]] * 7  # the first token comes with the prompt
 
 
 def _again(runner, size):

@@ -216,6 +216,37 @@ def test_a_streamer_that_fails_on_the_prompt_adds_nothing(llama, make_engine):
     assert engine.stats().num_waiting == engine.stats().num_prompt_tokens == 0
 
 
+class _Keeps(_FailsAt):
+    def __init__(self):
+        super().__init__(None)
+        self.values = []
+
+    def put(self, value):
+        self.values.append(value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"cache_salt": object()}, "cache_salt: expected plain values"),
+        ({"seed": "a"}, "seed: expected an int"),
+        ({"do_sample": True, "num_return_sequences": 2}, "streamer: expected a request with one sample, got 2"),
+    ],
+)
+def test_a_refused_request_has_not_touched_its_streamer(llama, make_engine, options, text):
+    streamer = _Keeps()
+    with pytest.raises(InvalidArgumentError, match=text):
+        make_engine(llama).add_request([1, 2, 3], max_new_tokens=3, streamer=streamer, **options)
+    assert not streamer.values
+
+
+def test_a_streamer_of_several_prompts_is_refused(llama, make_engine):
+    streamer = _Keeps()
+    with pytest.raises(InvalidArgumentError, match="streamer: expected one prompt, got 2"):
+        make_engine(llama).generate([[1, 2], [3, 4]], max_new_tokens=3, streamer=streamer)
+    assert not streamer.values
+
+
 def test_a_streamer_that_fails_at_the_end_is_reported_beside_the_tokens(llama, make_engine):
     failed, fine = (
         make_engine(llama).generate([[1, 2, 3]], max_new_tokens=3, streamer=_FailsAt(method))[0]

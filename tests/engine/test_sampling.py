@@ -4,6 +4,7 @@ import math
 import string
 import time
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -17,7 +18,7 @@ from transformers import (
 from pagedkv.errors import InvalidArgumentError
 
 from .conftest import build_llama
-from .oracle import native, prompts
+from .oracle import assert_native, native, prompts
 
 WAYS = {
     "temperature": {"temperature": 0.7, "top_k": 0},
@@ -217,7 +218,11 @@ def test_one_config_per_prompt(llama, make_engine):
         ([1], {"guidance_scale": 2.0}, ["guidance_scale"]),
         ([1], {"stop_strings": ["x"]}, ["stop_strings", "tokenizer"]),
         ([1], {"max_new_tokens": 0}, ["max_"]),
-        ([1], {"no_such_option": 1}, ["no_such_option"]),
+        ([1], {"no_such_option": 1}, ["no_such_option: not an option"]),
+        ([1], {"n": 3}, ["n: not an option", "num_return_sequences"]),
+        ([1], {"generation_config": 5}, ["generation_config: expected a GenerationConfig or None, got int"]),
+        (b"abc", {}, ["prompt: expected text or token ids, got bytes"]),
+        (np.array([1.5]), {}, ["token id", "1.5"]),
         ([1], {"logprobs": 102}, ["0..101"]),
         ([1], {"logprobs": 1.5}, ["logprobs: expected an int, got 1.5"]),
         ([1], {"max_new_tokens": 9.5, "prompt_lookup_num_tokens": 3}, ["max_new_tokens: expected an int, got 9.5"]),
@@ -244,6 +249,20 @@ def test_bad_requests_are_refused_at_once(llama, make_engine, prompt, options, w
     for word in words_of_the_error:
         assert word in str(error.value), error.value
     assert engine.stats().num_waiting == 0
+
+
+def test_prompts_of_numpy_integers(llama, make_engine):
+    asked = [np.array([1, 2, 3]), list(np.array([1, 2, 3], np.int32)), [1, 2, 3]]
+    results = make_engine(llama).generate(asked, max_new_tokens=4)
+    assert [result.prompt_ids for result in results] == [[1, 2, 3]] * 3
+    assert {type(token) for result in results for token in result.prompt_ids} == {int}
+    assert_native(llama, results, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("seed", ["a", 1.5, 2**70])
+def test_a_seed_of_generate_is_refused_by_name(llama, make_engine, seed):
+    with pytest.raises(InvalidArgumentError, match=r"^seed: expected"):
+        make_engine(llama).generate([[1], [2]], max_new_tokens=3, seed=seed)
 
 
 def test_a_list_with_a_bad_prompt_starts_nothing(llama, make_engine):
