@@ -24,7 +24,12 @@ EXTRA = {
     "llama": {},
     "qwen3": {},
     "mistral": {"sliding_window": 6},
-    "gemma2": {"sliding_window": 6, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
+    "gemma2": {
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 2.0,
+        "attn_implementation": "eager",  # what older releases choose by themselves leaves the softcap out
+    },
     "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gpt_oss": {
         "sliding_window": 6,
