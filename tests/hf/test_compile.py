@@ -115,15 +115,18 @@ def test_lengths_1_to_300(family):
     assert num_graphs() == 1
 
 
-def test_inductor_after_other_batches():
-    model = tiny("llama", num_hidden_layers=2)
-    one, two = ragged([6]), ragged([3, 8], seed=4)
-    expected = [model.generate(**batch, max_new_tokens=n, do_sample=False) for batch, n in ((one, 10), (two, 40))]
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_inductor_has_one_graph_for_one_row_and_one_for_more(family):
+    model = tiny(family)
+    batches = [(ragged([6]), 10), (ragged([3, 8], seed=4), 40), (ragged([6]), 10), (ragged([2, 5, 7], seed=6), 5)]
+    expected = [model.generate(**batch, max_new_tokens=n, do_sample=False) for batch, n in batches]
     pagedkv.patch(model, block_size=4, num_blocks=128, compile=True)
-    for batch, n, tokens in ((one, 10, expected[0]), (two, 40, expected[1]), (one, 10, expected[0])):
+    graphs = []
+    for (batch, n), tokens in zip(batches, expected, strict=True):
         assert torch.equal(model.generate(**batch, max_new_tokens=n, do_sample=False), tokens)
         assert pagedkv.pool(model).used_blocks == 0
-    assert num_graphs() == 2
+        graphs.append(num_graphs())
+    assert graphs == [1, 2, 2, 2]
 
 
 def test_changed_weights_are_not_those_of_the_compiled_step():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C._dynamo.eval_frame import reset_code
 
+from .cache import PagedCache
 from .prefix import weights_of
 
 # A decode step of SmolLM2-135M at batch 16 in bfloat16 took 37 ms on 2 cores with packed weights alone, and 31 with
@@ -40,10 +43,13 @@ class CompiledStep:
         self._code: CodeType = step.__code__.replace()
         own = FunctionType(self._code, step.__globals__, step.__name__, None, step.__closure__)
         self._call = torch.compile(own, **(options or {}))
+        self._is_marked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._is_frozen:
             return self._call(*args, **kwargs)
+        if not self._is_marked:
+            self._is_marked = _mark_batch((*args, *kwargs.values()))
         with torch._inductor.config.patch(_CPU_OPTIONS):  # read while the call is traced and compiled
             return self._call(*args, **kwargs)
 
@@ -56,3 +62,19 @@ class CompiledStep:
     def clear(self) -> None:
         """Drop what was compiled, packed weights included."""
         reset_code(self._code)
+        self._is_marked = False
+
+
+def _mark_batch(inputs: Sequence[Any]) -> bool:
+    """Let what is traced next serve any batch size from 2 on; whether it will.
+
+    Besides one graph less, it is what Inductor packs float32 weights for oneDNN by, and not for MKL: a step of
+    SmolLM2-135M at batch 16 took 41 ms instead of 95 on an AMD EPYC.
+    """
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    for cache in (value for value in inputs if isinstance(value, PagedCache)):
+        tensors += cache.state.index_tensors()
+    batched = [tensor for tensor in tensors if tensor.dim() and tensor.shape[0] > 1]
+    for tensor in batched:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return bool(batched)

@@ -88,6 +88,12 @@ class PagedState:
             self._fill_step(step, group, device)
         return step
 
+    def index_tensors(self) -> list[Tensor]:
+        """What a decode forward reads of the steps: [B, ...] each."""
+        return [
+            tensor for step in self._steps.values() for tensor in (step.slot_mapping, step.block_table, step.seq_lens)
+        ]
+
     @untraced
     def plan(self, attention_mask: Tensor | None, batch: int, query_length: int, dense: bool = False) -> None:
         """Give the next ``query_length`` columns their slots and fill the steps. A repeated call changes nothing.
