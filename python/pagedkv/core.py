@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from .errors import IntegrityError, InvalidArgumentError, integer
+from .engine_checks import check_batch, check_tokenizer
+from .errors import IntegrityError, InvalidArgumentError
 from .hf.prefix import PrefixKeys
 from .prefix import encode
 from .requests import Prompt, Record, Request, check_fit, check_logprobs, check_priority, check_seed, encode_prompt
@@ -43,13 +44,8 @@ class EngineCore:
         buckets: Seq[int] | None = None,
         progress: bool = False,
     ) -> None:
-        max_num_seqs = integer("max_num_seqs", max_num_seqs)
-        max_num_batched_tokens = integer("max_num_batched_tokens", max_num_batched_tokens)
-        if not 1 <= max_num_seqs <= max_num_batched_tokens:
-            raise InvalidArgumentError(
-                f"max_num_seqs, max_num_batched_tokens: expected 1 <= max_num_seqs <= max_num_batched_tokens, got "
-                f"{max_num_seqs} and {max_num_batched_tokens}"
-            )
+        max_num_seqs, max_num_batched_tokens = check_batch(max_num_seqs, max_num_batched_tokens)
+        check_tokenizer(tokenizer)
         _check_mode(model)
         self.model = model
         self.tokenizer = tokenizer
@@ -123,7 +119,7 @@ class EngineCore:
         processors = logits_processor, stopping_criteria
         logprobs = None if logprobs is None else check_logprobs(logprobs, self._vocabulary)
         settings = Settings(
-            self.model, self.tokenizer, generation_config, len(ids), *processors, logprobs=logprobs, **options
+            self.model, self.tokenizer, generation_config, ids, *processors, logprobs=logprobs, **options
         )
         check_fit(self.runner, self.scheduler, len(ids), settings)
         check_priority(priority)
@@ -161,6 +157,12 @@ class EngineCore:
         self.scheduler.add(first, *keys)
         self._requests[request.id] = request
         self._counts["prompt"] += len(request.prompt_ids)
+
+    def _withdraw(self, request: Request) -> None:
+        """Takes back a request that no step has seen, without a result."""
+        self.scheduler.remove(request.live[0])
+        del self._requests[request.id]
+        self._counts["prompt"] -= len(request.prompt_ids)
 
     def abort(self, request_id: int) -> bool:
         """Ends a request and frees its blocks, also from a callback; False if it is not there any more."""

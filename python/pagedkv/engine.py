@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 from .core import EngineCore
 from .errors import InvalidArgumentError, integer
 from .progress import generation_bar
-from .requests import Prompt, Request, check_prompts
+from .requests import Prompt, PromptError, Request, check_prompts
 from .results import NewToken, Result
 
 
@@ -33,7 +33,8 @@ class Engine(EngineCore):
             its other uses are left alone; with ``compile`` requests are refused once weights or adapters have changed
             (writes through ``.data`` are not noticed).
         tokenizer: for prompts and results as text; prompts can be token ids without one.
-        num_blocks, memory: blocks of the pool, the null block included; or its bytes, or the fraction of free memory.
+        num_blocks, memory: blocks of the pool, the null block included; or (not both) its bytes, or the fraction of
+            free memory.
         block_size: tokens per block.
         max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens of one forward.
         prefix_caching: prompts that begin like an earlier one reuse its blocks.
@@ -72,7 +73,7 @@ class Engine(EngineCore):
             One result per sample, prompt after prompt. A request that fails has finish reason "error".
 
         Raises:
-            InvalidArgumentError: a prompt or a setting is refused; none was started then.
+            InvalidArgumentError: a prompt, named by its index, or a setting is refused; none was started then.
         """
         check_prompts(prompts)
         configs: list[Any] = [generation_config] * len(prompts)
@@ -83,21 +84,35 @@ class Engine(EngineCore):
         if options.get("streamer") is not None and len(prompts) > 1:
             raise InvalidArgumentError(f"streamer: expected one prompt, got {len(prompts)}")
         seed = None if seed is None else integer("seed", seed, 0)
-        requests: list[Request] = []
+        requests = self._add_all(prompts, configs, seed, options)
         try:
-            with self._lock:
-                self._prefix_key = self._prefix_keys.current(self.model)
-                try:
-                    for index, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
-                        own_seed = None if seed is None else seed + 1000 * index
-                        requests.append(self._requests[self.add_request(prompt, config, seed=own_seed, **options)])
-                finally:
-                    self._prefix_key = None
             self._run_all(requests, progress)
         finally:
             for request in requests:
                 self.abort(request.id)
         return [request.results[index] for request in requests for index in sorted(request.results)]
+
+    def _add_all(
+        self, prompts: Seq[Prompt], configs: list[Any], seed: int | None, options: dict[str, Any]
+    ) -> list[Request]:
+        """Adds every prompt, or raises as if none had come; an error of one prompt alone says which."""
+        requests: list[Request] = []
+        with self._lock:
+            self._prefix_key = self._prefix_keys.current(self.model)
+            try:
+                for index, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
+                    own_seed = None if seed is None else seed + 1000 * index
+                    requests.append(self._requests[self.add_request(prompt, config, seed=own_seed, **options)])
+            except BaseException as error:
+                for request in requests:
+                    self._withdraw(request)
+                is_of_one = isinstance(error, PromptError) or any(config is not configs[0] for config in configs)
+                if is_of_one and isinstance(error, InvalidArgumentError):
+                    raise InvalidArgumentError(f"prompts[{index}]: {error}") from error
+                raise
+            finally:
+                self._prefix_key = None
+        return requests
 
     def _run_all(self, requests: list[Request], progress: bool) -> None:
         total = sum(len(request.live) for request in requests)

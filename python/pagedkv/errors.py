@@ -14,12 +14,19 @@ class InvalidArgumentError(PagedKVError, ValueError):
     """An argument has a value or a type that is not accepted."""
 
 
+def refused(name: str, expected: str, value: Any) -> InvalidArgumentError:
+    """The one form that errors about an argument have."""
+    return InvalidArgumentError(f"{name}: expected {expected}, got {value!r}")
+
+
 def integer(name: str, value: Any, minimum: int | None = None, note: str = "") -> int:
     """`value` as an int; anything else, and less than `minimum`, is an InvalidArgumentError that says so."""
     try:
-        number = int(operator.index(value))
+        number = None if isinstance(value, bool) else int(operator.index(value))
     except TypeError:
-        raise InvalidArgumentError(f"{name}: expected an int, got {value!r}") from None
+        number = None
+    if number is None:
+        raise refused(name, "an int", value)
     if minimum is not None and number < minimum:
         raise InvalidArgumentError(f"{name}: expected at least {minimum}{note}, got {number}")
     return number

@@ -25,6 +25,10 @@ _SEEDS = 2**63
 Prompt = str | Seq[int] | torch.Tensor
 
 
+class PromptError(InvalidArgumentError):
+    """What is wrong is the prompt or its length, not what is asked for beside it."""
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     id: int
@@ -57,25 +61,25 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
     """The ids of a prompt.
 
     Raises:
-        InvalidArgumentError: it has none, or one outside the vocabulary, or it is text and there is no tokenizer, or
+        PromptError: it has none, or one outside the vocabulary, or it is text and there is no tokenizer, or
             neither text nor ids.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise InvalidArgumentError("prompt: expected token ids, as the engine has no tokenizer, got a string")
+            raise PromptError("prompt: expected token ids, as the engine has no tokenizer, got a string")
         prompt = tokenizer(prompt)["input_ids"]
     if isinstance(prompt, torch.Tensor) and prompt.dim() != 1:
-        raise InvalidArgumentError(f"prompt: expected token ids [T], got a tensor of shape {tuple(prompt.shape)}")
+        raise PromptError(f"prompt: expected token ids [T], got a tensor of shape {tuple(prompt.shape)}")
     if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Iterable):
         hint = "; pass the rows of its input_ids" if isinstance(prompt, Mapping) else ""
-        raise InvalidArgumentError(f"prompt: expected text or token ids, got {type(prompt).__name__}{hint}")
+        raise PromptError(f"prompt: expected text or token ids, got {type(prompt).__name__}{hint}")
     given: list[Any] = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
     try:
         ids = [operator.index(token) for token in given]
     except TypeError:
         ids = []
     if not ids or not 0 <= min(ids) <= max(ids) < vocabulary:
-        raise InvalidArgumentError(
+        raise PromptError(
             f"prompt: expected text, or at least one token id in 0..{vocabulary - 1}, got {given[:8]!r} "
             f"({len(given)} in all)"
         )
@@ -128,22 +132,20 @@ def check_fit(runner: Runner, scheduler: Scheduler, num_prompt: int, settings: S
     """Refuse what can never run.
 
     Raises:
-        InvalidArgumentError: with the numbers.
+        InvalidArgumentError: with the numbers; a PromptError where a shorter prompt would run.
     """
     length, pool, num_usable = settings.max_length, runner.pool, runner.pool.manager.pool.num_usable
     asked = f"prompt of {num_prompt} tokens, up to {length} with what is generated"
     if length <= num_prompt:
-        raise InvalidArgumentError(f"max_length: expected more than the prompt's {num_prompt} tokens, got {length}")
+        raise PromptError(f"max_length: expected more than the prompt's {num_prompt} tokens, got {length}")
     if length > runner.max_length:
-        raise InvalidArgumentError(
+        raise PromptError(
             f"{asked}: expected at most {runner.max_length} (positions of the model, or {num_usable} blocks of "
             f"{pool.block_size})"
         )
     needed = _blocks_needed(runner, scheduler, length - 1)  # the last token's keys are never written
     if needed > num_usable:
-        raise InvalidArgumentError(
-            f"{asked}: needs {needed} blocks of {pool.block_size} tokens, and the pool has {num_usable}"
-        )
+        raise PromptError(f"{asked}: needs {needed} blocks of {pool.block_size} tokens, and the pool has {num_usable}")
     most = scheduler.max_num_seqs
     if settings.num_samples > most:
         raise InvalidArgumentError(

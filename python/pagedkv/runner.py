@@ -22,6 +22,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from .block_table import BlockTable
 from .compiling import compiled
+from .engine_checks import check_flags, check_pool
 from .errors import InvalidArgumentError, integer
 from .hf.cache import PagedCache
 from .hf.layers import PAGED
@@ -139,6 +140,8 @@ class Runner:
         check_model(model)
         self.model = model
         self.device = model.get_input_embeddings().weight.device
+        check_pool(num_blocks, memory, kv_dtype)
+        check_flags(cuda_graphs, self.device, prefix_caching=prefix_caching, compile=compile, progress=progress)
         self.patch = Patch(model, {"block_size": block_size, "kv_dtype": kv_dtype})
         parameters = inspect.signature(model.forward).parameters
         for name in ("position_ids", "attention_mask", self.patch.cache_name):
@@ -167,8 +170,6 @@ class Runner:
         self._warm_up(self._inputs[self._sizes[0]])  # the layers get their tensors before anything is traced
         if compile:
             self._compile(progress)
-        if cuda_graphs is True and self.device.type != "cuda":
-            raise InvalidArgumentError(f"cuda_graphs: expected a model on CUDA, got one on {self.device}")
         if cuda_graphs and self.device.type == "cuda":
             self._capture(progress)
 

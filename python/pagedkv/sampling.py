@@ -26,7 +26,8 @@ from transformers import (
 from transformers.generation import GenerationMode
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from .errors import InvalidArgumentError, integer
+from .errors import InvalidArgumentError
+from .generation_checks import check_callables, check_served, check_settings, check_vocabulary, convert_numbers
 from .scheduler import Sequence
 
 # warpers that look at each row of scores alone: rows of several requests go through them together
@@ -40,16 +41,6 @@ _ROW_WISE = (
 )
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 _NAN, _NO_TOKEN = -1, -2
-# the least that each may be
-_COUNTS = {
-    "max_new_tokens": 1,
-    "max_length": 0,
-    "min_new_tokens": 0,
-    "min_length": 0,
-    "num_return_sequences": 1,
-    "prompt_lookup_num_tokens": 0,
-    "max_matching_ngram_size": 1,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +56,7 @@ class Settings:
     """What one request asks of its samples; built from a GenerationConfig as ``generate`` builds it.
 
     Args:
-        num_prompt: tokens of the prompt.
+        prompt: its token ids.
         processors, criteria: applied beside those of the config, as in ``generate``.
         logprobs: so many of the likeliest tokens' log-probabilities are kept with each token; None: none.
 
@@ -82,9 +73,9 @@ class Settings:
         model: PreTrainedModel,
         tokenizer: Any,
         config: GenerationConfig | None,
-        num_prompt: int,
-        processors: Seq[Any] = (),
-        criteria: Seq[Any] = (),
+        prompt: list[int],
+        processors: Seq[Any] | None = None,
+        criteria: Seq[Any] | None = None,
         logprobs: int | None = None,
         **options: Any,
     ) -> None:
@@ -92,25 +83,42 @@ class Settings:
             raise InvalidArgumentError(
                 f"generation_config: expected a GenerationConfig or None, got {type(config).__name__}"
             )
-        _check_counts(options)  # generate's own checks compare them with numbers first
-        given_length = options.get("max_length") or (config and config.max_length)
-        given_min = options.get("min_length") or (config and config.min_length)
-        config, unknown = model._prepare_generation_config(config, **options)
-        if unknown:
-            names = sorted(unknown)
-            hint = "; num_return_sequences is the number of samples" if "n" in unknown else ""
-            raise InvalidArgumentError(f"{', '.join(names)}: not an option of GenerationConfig or of add_request{hint}")
-        _check(config, tokenizer)
-        device = model.get_input_embeddings().weight.device
-        model._prepare_special_tokens(config, device=device)
-        config = model._prepare_generated_length(config, not given_length, not given_min, "input_ids", num_prompt, None)
+        processors = check_callables("logits_processor", processors)
+        criteria = check_callables("stopping_criteria", criteria)
+        check_served(config, options, model.generation_config)
+        check_settings(options)  # generate's own checks compare them with numbers first
+        self.device = model.get_input_embeddings().weight.device
+        self.logprobs = logprobs
+        try:
+            config = _merge(model, config, options, len(prompt), self.device)
+            _check(config, tokenizer)
+            self._build(model, tokenizer, config, prompt, processors, criteria)
+        except InvalidArgumentError:
+            raise
+        except Exception as error:  # from the checks that transformers has beside ours
+            raise InvalidArgumentError(
+                f"generation_config: expected settings that generate takes, got {type(error).__name__}: {error}"
+            ) from error
+
+    def _build(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        config: GenerationConfig,
+        prompt: list[int],
+        processors: Seq[Any],
+        criteria: Seq[Any],
+    ) -> None:
         self.max_length: int = config.max_length
         self.num_samples: int = config.num_return_sequences or 1
         self.do_sample: bool = bool(config.do_sample)
-        self.logprobs = logprobs
-        self.device = device
+        reads_prompt = config.encoder_repetition_penalty or config.encoder_no_repeat_ngram_size
         self.processors = model._get_logits_processor(
-            config, input_ids_seq_length=num_prompt, logits_processor=LogitsProcessorList(processors), device=device
+            config,
+            input_ids_seq_length=len(prompt),
+            encoder_input_ids=_ids(prompt, self.device) if reads_prompt else None,
+            logits_processor=LogitsProcessorList(processors),
+            device=self.device,
         )
         self.is_plain = not self.processors and not self.do_sample
         self.key = self._key()
@@ -158,23 +166,40 @@ class Settings:
         return found[0, len(tokens) : len(tokens) + room].tolist()
 
 
-def _check_counts(options: Mapping[str, Any]) -> None:
-    for name, least in _COUNTS.items():
-        if options.get(name) is not None:
-            integer(name, options[name], least)
+def _merge(
+    model: PreTrainedModel,
+    config: GenerationConfig | None,
+    options: Mapping[str, Any],
+    num_prompt: int,
+    device: torch.device,
+) -> GenerationConfig:
+    """A config of its own for one request, with lengths and special tokens as `generate` prepares them."""
+    given_length = options.get("max_length") or (config and config.max_length)
+    given_min = options.get("min_length") or (config and config.min_length)
+    config, unknown = model._prepare_generation_config(config, **options)
+    if unknown:
+        names = sorted(unknown)
+        hint = "; num_return_sequences is the number of samples" if "n" in unknown else ""
+        raise InvalidArgumentError(f"{', '.join(names)}: not an option of GenerationConfig or of add_request{hint}")
+    check_settings(vars(config))
+    check_vocabulary(config, model.get_input_embeddings().num_embeddings)
+    convert_numbers(config)
+    model._prepare_special_tokens(config, device=device)
+    return model._prepare_generated_length(config, not given_length, not given_min, "input_ids", num_prompt, None)
 
 
 def _check(config: GenerationConfig, tokenizer: Any) -> None:
-    _check_counts(vars(config))
     mode = config.get_generation_mode()
     if mode not in _MODES or (mode == GenerationMode.ASSISTED_GENERATION and not config.prompt_lookup_num_tokens):
         raise InvalidArgumentError(f"generation_config: expected greedy, sampling or prompt lookup, got {mode.value}")
     if config.guidance_scale is not None and config.guidance_scale != 1:
-        raise InvalidArgumentError(f"guidance_scale: expected None or 1, got {config.guidance_scale}")
+        raise InvalidArgumentError(f"guidance_scale: expected None or 1, got {config.guidance_scale!r}")
     if config.token_healing:
-        raise InvalidArgumentError("token_healing: expected False, got True")
+        raise InvalidArgumentError(f"token_healing: expected False, got {config.token_healing!r}")
     if config.stop_strings and tokenizer is None:
-        raise InvalidArgumentError("stop_strings: expected an Engine with a tokenizer")
+        raise InvalidArgumentError("stop_strings: expected an Engine with a tokenizer, got one without")
+    if config.exponential_decay_length_penalty is not None and config._eos_token_tensor is None:
+        raise InvalidArgumentError("exponential_decay_length_penalty: expected an eos_token_id beside it, got None")
 
 
 def _ids(tokens: list[int], device: torch.device) -> Tensor:

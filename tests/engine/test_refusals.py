@@ -1,13 +1,20 @@
-"""Models that need more than token, position, keys and values are refused by name, and left as they were."""
+"""What is refused by name before anything changes: models, arguments of an engine, settings and prompts."""
 
+import copy
+import math
+
+import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 
 import pagedkv
+from pagedkv.errors import InvalidArgumentError
 from pagedkv.hf import UnsupportedModelError
+from pagedkv.results import StepOutput
 
 from .conftest import build_llama
+from .oracle import native
 
 SMALL = {
     "vocab_size": 101,
@@ -72,3 +79,184 @@ def test_refused_by_name(build, reason):
     assert type(model).__name__ in str(error.value)
     assert reason in str(error.value)
     assert model.config._attn_implementation == implementation
+
+
+class _Own:
+    """No plain type, so that no check can hold for it by chance."""
+
+
+_WRONG = {
+    "max_time": ["x", -1, math.nan, True],
+    "temperature": ["x", 0, -1.0, math.nan, math.inf, True],
+    "top_k": ["x", -1, 2.5, True],
+    "top_p": ["x", -0.1, 1.5, math.nan, True],
+    "min_p": ["x", -0.1, 1.5, True],
+    "top_h": ["x", 0, 1.5],
+    "typical_p": ["x", 0, 1.5],
+    "epsilon_cutoff": ["x", -0.1, 1.5],
+    "eta_cutoff": ["x", -0.1, 1.5],
+    "repetition_penalty": ["x", 0, -1.0, True],
+    "encoder_repetition_penalty": ["x", 0],
+    "no_repeat_ngram_size": ["x", -1, 1.5],
+    "encoder_no_repeat_ngram_size": ["x", -1],
+    "max_new_tokens": ["x", 0, True],
+    "min_new_tokens": ["x", -1],
+    "num_beams": ["x", 0, 1.5],
+    "do_sample": ["yes", 1],
+    "renormalize_logits": ["yes"],
+    "remove_invalid_values": ["yes"],
+    "eos_token_id": [1.5, "x", [1, "x"], True, torch.tensor([1.5])],
+    "bos_token_id": [1.5],
+    "pad_token_id": ["x", [1]],
+    "forced_bos_token_id": [101, -1, [1]],
+    "forced_eos_token_id": [1.5, 101, [1, 101]],
+    "suppress_tokens": [5, ["x"]],
+    "begin_suppress_tokens": [5, ["x"]],
+    "bad_words_ids": ["x", [1], [[101]]],
+    "sequence_bias": ["x", {(101,): 1.0}, [[[101], 1.0]]],
+    "exponential_decay_length_penalty": ["x", (1,), (1, "x"), (1, 1.1)],  # the last: without an eos token
+    "stop_strings": [5, [5]],
+    "watermarking_config": ["x"],
+    "early_stopping": ["x"],
+    "guidance_scale": ["x", 1.5],
+    "token_healing": ["x", True],
+    "use_cache": [False, "no"],
+    "cache_implementation": ["static", "x"],
+    "cache_config": [{"block_size": 4}],
+    "max_cache_len": [64],
+    "prefill_chunk_size": [3],
+    "continuous_batching_config": ["x"],
+    "output_scores": [True],
+    "output_logits": [True],
+    "output_attentions": [True],
+    "output_hidden_states": [True],
+    "logits_processor": [5, [5]],
+    "stopping_criteria": [5, [5]],
+    "seed": ["x", -1, True],
+    "logprobs": ["x", -1],
+    "cache_salt": [_Own()],
+}
+
+
+@pytest.fixture(scope="module")
+def served(llama):
+    engine = pagedkv.Engine(llama, num_blocks=64, block_size=4, max_num_seqs=8)
+    yield engine
+    assert engine.generate([[1, 2, 3]], max_new_tokens=2)[0].finish_reason == "length"
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in _WRONG.items() for value in values])
+def test_a_setting_of_a_wrong_type_or_out_of_its_range_is_named(served, name, value):
+    options = {"max_new_tokens": 4, "do_sample": True} | {name: value}
+    with pytest.raises(InvalidArgumentError) as error:
+        served.add_request([1, 2, 3], **options)
+    text = str(error.value)
+    assert name in text
+    assert "expected" in text
+    assert "got" in text
+    assert served.stats().num_waiting == served.stats().num_prompt_tokens == 0
+
+
+def test_a_config_object_is_checked_like_options(served):
+    with pytest.raises(InvalidArgumentError, match="top_p: expected a number from 0 to 1, got 'x'"):
+        served.add_request([1, 2, 3], GenerationConfig(do_sample=True, top_p="x"))
+    with pytest.raises(InvalidArgumentError, match=r"use_cache: expected None or True \(.*\), got False"):
+        served.add_request([1, 2, 3], GenerationConfig(use_cache=False))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0, "top_k": -1, "top_p": 7.0},
+        {"eos_token_id": -1},
+        {"eos_token_id": []},
+        {"eos_token_id": torch.tensor([100])},
+        {"suppress_tokens": torch.tensor([100])},
+        {"use_cache": True, "cache_implementation": "dynamic", "output_scores": False, "max_time": math.inf},
+        {"logits_processor": None, "stopping_criteria": None},
+    ],
+)
+def test_what_greedy_generation_does_not_read_is_not_refused(llama, make_engine, options):
+    result = make_engine(llama).generate([[1, 2, 3]], max_new_tokens=4, do_sample=False, **options)[0]
+    assert result.token_ids == native(llama, [1, 2, 3], max_new_tokens=4, do_sample=False)
+
+
+def test_numbers_of_any_type_are_taken(llama, make_engine):
+    engine = make_engine(llama)
+    floats, others = (
+        engine.generate([[1, 2, 3]], max_new_tokens=6, do_sample=True, seed=1, temperature=two, top_k=k, max_time=99)[0]
+        for two, k in ((2.0, 20), (2, np.int64(20)))
+    )
+    assert floats.token_ids == others.token_ids
+
+
+def test_what_the_models_own_file_says_about_its_cache_is_nobodys_wish(make_engine):
+    model = build_llama()
+    model.generation_config.cache_implementation = "static"
+    engine = make_engine(model)
+    assert engine.generate([[1, 2, 3]], max_new_tokens=2)[0].error is None
+    assert engine.generate([[1, 2, 3]], copy.deepcopy(model.generation_config), max_new_tokens=2)[0].error is None
+    with pytest.raises(InvalidArgumentError, match="cache_implementation"):
+        engine.generate([[1, 2, 3]], max_new_tokens=2, cache_implementation="sliding_window")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cuda_graphs": "yes"},
+        {"cuda_graphs": 1},
+        {"cuda_graphs": True},
+        {"prefix_caching": "no"},
+        {"prefix_caching": None},
+        {"compile": "yes"},
+        {"compile": {"mode": "max-autotune"}},
+        {"progress": "no"},
+        {"tokenizer": "smollm"},
+        {"kv_dtype": "x"},
+        {"kv_dtype": "float32"},
+        {"kv_dtype": torch.int8},
+        {"kv_dtype": torch.float64},
+        {"memory": "x"},
+        {"memory": True},
+        {"memory": 1.5},
+        {"memory": 0},
+        {"memory": 2**20, "num_blocks": 16},
+        {"max_num_seqs": True},
+    ],
+)
+def test_an_argument_of_the_engine_is_refused_before_the_model_is_used(options):
+    model = build_llama()
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model was used"))
+    with pytest.raises(ValueError, match=f"{next(iter(options))}.*(: expected|must be) .*, got "):
+        pagedkv.Engine(model, **options)
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        ([500], r"^prompts\[2\]: prompt: expected text, or at least one token id in 0\.\.100, got \[500\]"),
+        ([], r"^prompts\[2\]: prompt: expected"),
+        ("text", r"^prompts\[2\]: prompt: expected token ids"),
+        (None, r"^prompts\[2\]: prompt: expected text or token ids, got NoneType"),
+        ([1] * 600, r"^prompts\[2\]: prompt of 600 tokens"),
+    ],
+)
+def test_a_bad_prompt_in_a_list_is_named_by_its_index_and_leaves_no_trace(llama, make_engine, bad, text):
+    engine = make_engine(llama)
+    with pytest.raises(InvalidArgumentError, match=text):
+        engine.generate([[1, 2], [3], bad, [4]], max_new_tokens=3, do_sample=True, num_return_sequences=2)
+    stats = engine.stats()
+    assert (stats.num_waiting, stats.num_running, stats.num_prompt_tokens) == (0, 0, 0)
+    assert engine.step() == StepOutput()
+    engine.check_integrity()
+
+
+def test_a_bad_config_in_a_list_is_named_by_its_index_and_one_for_all_is_not(llama, make_engine):
+    engine = make_engine(llama)
+    bad = GenerationConfig(do_sample=True, top_p="x")
+    with pytest.raises(InvalidArgumentError, match=r"^prompts\[1\]: top_p: expected"):
+        engine.generate([[1], [2]], [GenerationConfig(max_new_tokens=2), bad])
+    with pytest.raises(InvalidArgumentError, match=r"^top_p: expected"):
+        engine.generate([[1], [2]], bad)
+    assert engine.stats().num_waiting == 0

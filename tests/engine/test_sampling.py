@@ -28,6 +28,8 @@ WAYS = {
     "typical": {"typical_p": 0.7, "top_k": 0},
     "all": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
     "penalty": {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
+    "prompt": {"encoder_repetition_penalty": 2.0, "encoder_no_repeat_ngram_size": 2},
+    "top_h": {"top_h": 0.4, "top_k": 0},
 }
 
 

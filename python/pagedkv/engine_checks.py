@@ -1,0 +1,47 @@
+"""Arguments of an engine that are refused by name before its model is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .errors import InvalidArgumentError, integer, refused
+from .hf.sizing import check_memory
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raises InvalidArgumentError for what neither encodes nor decodes."""
+    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+        raise refused("tokenizer", "a transformers tokenizer or None", tokenizer)
+
+
+def check_batch(max_num_seqs: Any, max_num_batched_tokens: Any) -> tuple[int, int]:
+    """Both as ints; raises InvalidArgumentError unless a forward has room for a token of every sequence."""
+    seqs = integer("max_num_seqs", max_num_seqs)
+    tokens = integer("max_num_batched_tokens", max_num_batched_tokens)
+    if not 1 <= seqs <= tokens:
+        names = "max_num_seqs, max_num_batched_tokens"
+        raise refused(names, "1 <= max_num_seqs <= max_num_batched_tokens", (seqs, tokens))
+    return seqs, tokens
+
+
+def check_pool(num_blocks: Any, memory: Any, kv_dtype: Any) -> None:
+    """Raises InvalidArgumentError for what can not size or type the blocks of any model."""
+    if memory is not None:
+        check_memory(memory)
+        if num_blocks is not None:
+            raise refused("num_blocks, memory", "one of them", (num_blocks, memory))
+    if kv_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+        raise refused("kv_dtype", "None, torch.float32, torch.float16 or torch.bfloat16", kv_dtype)
+
+
+def check_flags(cuda_graphs: Any, device: torch.device, **flags: Any) -> None:
+    """Raises InvalidArgumentError for a flag that is no bool, and for CUDA graphs on another device."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise refused(name, "a bool", value)
+    if not isinstance(cuda_graphs, bool) and cuda_graphs != "auto":
+        raise refused("cuda_graphs", "True, False or 'auto'", cuda_graphs)
+    if cuda_graphs is True and device.type != "cuda":
+        raise InvalidArgumentError(f"cuda_graphs: expected a model on CUDA, got one on {device}")
