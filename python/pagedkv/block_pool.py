@@ -71,6 +71,10 @@ class BlockPool:
     def num_usable(self) -> int:
         return self.num_blocks - 1
 
+    def __repr__(self) -> str:
+        used = self.num_usable - self.num_free
+        return f"BlockPool({used} of {self.num_usable} blocks used, {self.num_published} published)"
+
     # The free queue.
 
     def _unlink(self, block: int) -> None:

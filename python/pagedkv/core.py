@@ -79,6 +79,15 @@ class EngineCore:
         self._seconds = {"step": 0.0, "forward": 0.0}
         self._closed = False
 
+    def __repr__(self) -> str:
+        running, waiting, pool = len(self.scheduler.running), len(self.scheduler.waiting), self.manager.pool
+        blocks = (
+            f"{pool.num_usable - pool.num_free} of {pool.num_usable} blocks of {self.manager.block_size} tokens used"
+        )
+        sequences = f"{running} of {self.scheduler.max_num_seqs} sequences running, {waiting} waiting"
+        state = ", closed" if self._closed else ""
+        return f"{type(self).__name__}({type(self.model).__name__}, {sequences}, {blocks}{state})"
+
     # Requests.
 
     def add_request(

@@ -109,6 +109,13 @@ class KVCacheManager:
         self.num_swaps = 0
         self.recent_hits: deque[tuple[int, int]] = deque(maxlen=_HIT_RATE_WINDOW)
 
+    def __repr__(self) -> str:
+        used = (
+            f"{self.pool.num_usable - self.pool.num_free} of {self.pool.num_usable} blocks of {self.block_size} tokens"
+        )
+        groups = f", {len(self.groups)} groups" if self.grouped else ""
+        return f"KVCacheManager({used} used, {len(self.sequences)} sequences, {self.num_running} running{groups})"
+
     # Sequences and their tokens.
 
     def match_prefix(self, token_ids: Any, *, extra_keys: ExtraKeys = (), cache_salt: Any = None) -> int:

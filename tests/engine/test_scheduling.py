@@ -100,3 +100,17 @@ def test_settings_out_of_range(llama, make_engine):
         make_engine(llama, num_blocks=None, memory="x")
     with pytest.raises(InvalidArgumentError, match="model: expected a transformers model, got NoneType"):
         make_engine(None)
+
+
+def test_reprs_say_what_runs_and_what_is_used(llama, make_engine):
+    engine = make_engine(llama, num_blocks=21, max_num_seqs=1)
+    for _ in range(3):
+        engine.add_request([1, 2, 3, 4, 5], max_new_tokens=4)
+    engine.step()
+    blocks = "2 of 20 blocks of 4 tokens used"
+    assert repr(engine) == f"Engine(LlamaForCausalLM, 1 of 1 sequences running, 2 waiting, {blocks})"
+    per_block = 4 * 2 * 2 * 2 * 8 * 4  # tokens, keys and values, layers, heads, head size, bytes
+    assert repr(engine.runner.pool) == f"Pool({blocks}, {2 * per_block} of {21 * per_block} bytes, windows [None])"
+    engine.close()
+    assert "0 of 20 blocks" in repr(engine)
+    assert repr(engine).endswith(", closed)")

@@ -193,3 +193,12 @@ def test_events_of_groups_tell_them_apart():
     assert [event[3] for event in events] == [(0, 1), (2, 3), (4, 5), (6, 7), (0, 1, 2, 3), (4, 5, 6, 7)]
     assert len({event[1] for event in events}) == 6
     assert [event[2] for event in events] == [None, *(event[1] for event in events[:3]), None, events[4][1]]
+
+
+def test_reprs_say_what_is_used():
+    manager = KVCacheManager(21, 4)
+    compute(manager, "a", range(10))
+    manager.add("b", [1])
+    assert repr(manager) == "KVCacheManager(3 of 20 blocks of 4 tokens used, 2 sequences, 1 running)"
+    assert repr(manager.pool) == "BlockPool(3 of 20 blocks used, 2 published)"
+    assert repr(KVCacheManager(4, 2, groups=[GroupSpec(), GroupSpec("sliding", 8)])).endswith("0 running, 2 groups)")

@@ -71,6 +71,12 @@ class Pool:
         self._markers: dict[tuple[Window, torch.device], Tensor] = {}
         self._owners: dict[tuple[int, int, int, torch.device], object] = {}
 
+    def __repr__(self) -> str:
+        blocks = f"{self.used_blocks} of {self.num_blocks - 1} blocks of {self.block_size} tokens used"
+        return (
+            f"Pool({blocks}, {self.used_bytes} of {self.num_blocks * self.block_bytes} bytes, windows {self.windows})"
+        )
+
     def store(self, row: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
         """Key and value tensors of a group's ``row``-th layer; those of other groups with this spec get the same."""
         store = self._stores.get((row, spec))
