@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .oracle import NEAR_TIE, assert_native, first_departure
+from .oracle import assert_native, count_near_ties
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from _models import find_model
@@ -50,13 +50,22 @@ def _prompts_with_shared_starts(tokenizer, count):
     return [chance.choice(starts) + ids[i : i + chance.randint(1, 12)] for i in own]
 
 
-def test_at_most_one_in_a_hundred_requests_parts_from_native_and_only_at_a_near_tie(smollm2, make_engine):
+def test_at_most_one_in_a_hundred_requests_parts_from_native_and_only_at_a_near_tie(
+    smollm2, make_engine, record_property
+):
+    """120 requests beside 12 that are aborted, every one against ``generate`` on its prompt alone.
+
+    Lengths differ, so that requests end at different steps. How many near-ties there were is recorded and printed.
+    """
     model, tokenizer = smollm2
+    torch.set_num_threads(2)
     engine = make_engine(model, tokenizer, num_blocks=36, block_size=8, max_num_seqs=16, max_num_batched_tokens=48)
     asked = _prompts_with_shared_starts(tokenizer, 132)
-    doomed = {engine.add_request(prompt, max_new_tokens=12) for prompt in asked[::11]}
-    kept = [engine.add_request(prompt, max_new_tokens=12) for i, prompt in enumerate(asked) if i % 11]
-    results, victims = {}, sorted(doomed)
+    victims = [engine.add_request(prompt, max_new_tokens=12) for prompt in asked[::11]]
+    lengths = random.Random(5).choices(range(3, 11), k=120)
+    kept = [prompt for index, prompt in enumerate(asked) if index % 11]
+    length_of = {engine.add_request(prompt, max_new_tokens=n): n for prompt, n in zip(kept, lengths, strict=True)}
+    results = {}
     while len(results) < len(asked):
         results.update({result.request_id: result for result in engine.step().finished})
         if engine.stats().num_steps % 12 == 0 and victims:
@@ -65,14 +74,10 @@ def test_at_most_one_in_a_hundred_requests_parts_from_native_and_only_at_a_near_
     stats = engine.stats()
     assert stats.num_preemptions > 0
     assert stats.num_cached_tokens > 0
-    assert len(kept) == 120
-    near_ties = 0
-    for request in kept:
-        result = results[request]
-        assert len(result.token_ids) == 12, result
-        departure = first_departure(model, result.prompt_ids, result.token_ids)
-        if departure is not None:
-            assert departure[1] < NEAR_TIE, (result, departure)
-            near_ties += 1
-    assert near_ties <= len(kept) // 100
-    assert_native(model, [results[request] for request in kept[::12]], max_new_tokens=12, pad_token_id=0)
+    near_ties = sum(
+        count_near_ties(model, [results[request]], max_new_tokens=length, pad_token_id=0)
+        for request, length in length_of.items()
+    )
+    record_property("near_ties", near_ties)
+    print(f"{near_ties} near-ties in {len(length_of)} requests")
+    assert near_ties <= 1, f"{near_ties} near-ties in {len(length_of)} requests, at most 1 in 100 is allowed"
