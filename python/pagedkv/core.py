@@ -71,6 +71,10 @@ class EngineCore:
         self._prefix_keys = PrefixKeys()
         self._prefix_key: Any = None  # during `generate`: looking at every weight takes 3 ms on a model of 30 layers
         self._frozen_key = self._prefix_keys.current(model) if compile else None
+        self._open()
+
+    def _open(self) -> None:
+        """No requests, and accounts that begin at 0."""
         self._requests: dict[int, Request] = {}
         self._new_id = itertools.count().__next__
         self._lock = threading.RLock()

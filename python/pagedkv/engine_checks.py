@@ -26,8 +26,12 @@ def check_batch(max_num_seqs: Any, max_num_batched_tokens: Any) -> tuple[int, in
     return seqs, tokens
 
 
-def check_pool(num_blocks: Any, memory: Any, kv_dtype: Any) -> None:
+def check_pool(num_blocks: Any, memory: Any, block_size: Any, num_host_blocks: Any, kv_dtype: Any) -> None:
     """Raises InvalidArgumentError for what can not size or type the blocks of any model."""
+    integer("block_size", block_size, 1)
+    integer("num_host_blocks", num_host_blocks, 0)
+    if num_blocks is not None:
+        integer("num_blocks", num_blocks, 2, " (one is the null block)")
     if memory is not None:
         check_memory(memory)
         if num_blocks is not None:

@@ -29,7 +29,7 @@ from .hf.layers import PAGED
 from .hf.methods import Patch
 from .hf.pool import Pool
 from .hf.prefix import dependence
-from .hf.sizing import blocks_for
+from .hf.sizing import blocks_for, check_fits
 from .hf.state import PagedState, Step
 from .hf.support import check_model, evaluation, refuse
 from .hf.tags import TAG
@@ -140,19 +140,14 @@ class Runner:
         check_model(model)
         self.model = model
         self.device = model.get_input_embeddings().weight.device
-        check_pool(num_blocks, memory, kv_dtype)
+        check_pool(num_blocks, memory, block_size, num_host_blocks, kv_dtype)
         check_flags(cuda_graphs, self.device, prefix_caching=prefix_caching, compile=compile, progress=progress)
         self.patch = Patch(model, {"block_size": block_size, "kv_dtype": kv_dtype})
-        parameters = inspect.signature(model.forward).parameters
-        for name in ("position_ids", "attention_mask", self.patch.cache_name):
-            if name not in parameters:
-                raise refuse(model, f"its forward has no argument {name}")
-        if not self.patch.switches:
-            raise refuse(model, "its attention does not look its function up by config._attn_implementation")
+        keeps_logits = self._check_forward()
         text = model.config.get_text_config(decoder=True)
         self.max_length: int = getattr(text, "max_position_embeddings", None) or 1 << 20
         self.buckets = _buckets(max_num_seqs, buckets)
-        self._call = self._model_call("logits_to_keep" in parameters)
+        self._call = self._model_call(keeps_logits)
         self._compiled: Forward | None = None
         self._is_one_graph = False  # decode and prompts are the same compiled code
         self._graphs: dict[int, tuple[Any, Tensor]] = {}
@@ -160,10 +155,7 @@ class Runner:
         with evaluation(model):
             self._masks = self._make_masks()
             self._probe()
-        bytes_per_token = self.pool.block_bytes // self.pool.block_size
-        blocks = num_blocks
-        if blocks is None:
-            blocks = blocks_for(bytes_per_token * block_size, memory, self.device)
+        blocks = self._num_blocks(num_blocks, memory, block_size)
         options = {"prefix_caching": prefix_caching, "watermark": watermark, "num_host_blocks": num_host_blocks}
         self._allocate(blocks, max_num_seqs, max_num_batched_tokens, block_size, kv_dtype, **options)
         self.max_length = min(self.max_length, self.pool.table_width * block_size)
@@ -174,6 +166,24 @@ class Runner:
             self._capture(progress)
 
     # Set-up.
+
+    def _check_forward(self) -> bool:
+        """Refuses a model whose forward can not be told what a packed batch is; whether it takes logits_to_keep."""
+        parameters = inspect.signature(self.model.forward).parameters
+        for name in ("position_ids", "attention_mask", self.patch.cache_name):
+            if name not in parameters:
+                raise refuse(self.model, f"its forward has no argument {name}")
+        if not self.patch.switches:
+            raise refuse(self.model, "its attention does not look its function up by config._attn_implementation")
+        return "logits_to_keep" in parameters
+
+    def _num_blocks(self, num_blocks: int | None, memory: int | float | None, block_size: int) -> int:
+        """Of the pool, whose bytes per token are known from the probe's."""
+        block_bytes = self.pool.block_bytes // self.pool.block_size * block_size
+        if num_blocks is None:
+            return blocks_for(block_bytes, memory, self.device)
+        check_fits(f"num_blocks={num_blocks}", num_blocks, block_bytes, self.device)
+        return num_blocks
 
     def _allocate(
         self, num_blocks: int, max_num_seqs: int, max_num_tokens: int, block_size: int, kv_dtype: Any, **options: Any

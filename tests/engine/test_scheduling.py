@@ -88,6 +88,7 @@ def test_settings_out_of_range(llama, make_engine):
         {"watermark": 1.5},
         {"num_blocks": 1},
         {"num_blocks": 0},
+        {"num_blocks": 2**40},
         {"max_num_seqs": "a"},
         {"max_num_seqs": 1.5},
         {"max_num_batched_tokens": None},
@@ -96,7 +97,7 @@ def test_settings_out_of_range(llama, make_engine):
     ):
         with pytest.raises(InvalidArgumentError, match=f"{list(options)[-1]}.*: expected"):
             make_engine(llama, **options)
-    with pytest.raises(ValueError, match=r"memory must be .* got 'x'"):
+    with pytest.raises(ValueError, match=r"memory: expected .* got 'x'"):
         make_engine(llama, num_blocks=None, memory="x")
     with pytest.raises(InvalidArgumentError, match="model: expected a transformers model, got NoneType"):
         make_engine(None)

@@ -338,7 +338,7 @@ def test_a_model_already_set_to_pagedkv_can_be_patched(inputs):
 )
 def test_settings_are_refused_by_name(model, options):
     attributes, kind = dict(vars(model)), type(model)
-    with pytest.raises(ValueError, match=f"^pagedkv: {next(iter(options))}"):
+    with pytest.raises(ValueError, match=f"^{next(iter(options))}.*: expected .*, got "):
         pagedkv.patch(model, **options)
     assert vars(model) == attributes
     assert type(model) is kind
@@ -347,7 +347,7 @@ def test_settings_are_refused_by_name(model, options):
 def test_empty_input_ids_are_refused_by_name(model, inputs):
     expected = generate(model, inputs)
     pagedkv.patch(model, num_blocks=64)
-    with pytest.raises(ValueError, match="input_ids must hold at least one token"):
+    with pytest.raises(ValueError, match="input_ids: expected at least one token"):
         model.generate(torch.zeros(1, 0, dtype=torch.long), **OPTIONS)
     assert torch.equal(generate(model, inputs), expected)
 
@@ -363,7 +363,9 @@ def test_memory_holds_blocks_of_any_size(model, block_size):
 
 def test_settings_beyond_the_memory_name_the_bytes(model):
     for options in ({"block_size": 2**40}, {"num_blocks": 2**40}):
-        with pytest.raises(ValueError, match=r"asks for \d+ blocks of \d+ bytes, \d+ bytes in all; cpu has \d+$"):
+        with pytest.raises(
+            ValueError, match=r"at most the \d+ bytes .*, got \d+ blocks of \d+ bytes, \d+ bytes in all$"
+        ):
             pagedkv.patch(model, **options)
     with pytest.raises(ValueError, match=rf"at most the \d+ bytes of cpu, got {2**44}$"):
         pagedkv.patch(model, memory=2**44)

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from ..errors import refused
 from . import masks, prefix, support
 from .compiled import CompiledStep
 from .methods import ATTRIBUTE, Patch, patched_class, placement
@@ -26,7 +27,7 @@ def _target(model: Any) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"pagedkv: model must be a transformers PreTrainedModel, got {type(model).__name__}")
+        raise TypeError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}")
     return model
 
 
@@ -89,21 +90,19 @@ def _check_options(
     block_size: Any, num_blocks: Any, memory: Any, kv_dtype: Any, prefix_caching: Any, compile: Any
 ) -> None:
     if not _is_int(block_size, 1):
-        raise ValueError(f"pagedkv: block_size must be an int of at least 1, got {block_size!r}")
+        raise refused("block_size", "an int of at least 1", block_size)
     if num_blocks is not None and not _is_int(num_blocks, 2):
-        raise ValueError(
-            f"pagedkv: num_blocks must be an int of at least 2 (one is the null block), got {num_blocks!r}"
-        )
+        raise refused("num_blocks", "an int of at least 2 (one is the null block)", num_blocks)
     if memory is not None:
         check_memory(memory)
     if num_blocks is not None and memory is not None:
-        raise ValueError(f"pagedkv: num_blocks and memory must not both be given, got {num_blocks} and {memory}")
+        raise refused("num_blocks, memory", "one of them", (num_blocks, memory))
     if kv_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"pagedkv: kv_dtype must be None, float32, float16 or bfloat16 of torch, got {kv_dtype!r}")
+        raise refused("kv_dtype", "None, torch.float32, torch.float16 or torch.bfloat16", kv_dtype)
     if not isinstance(prefix_caching, bool):
-        raise ValueError(f"pagedkv: prefix_caching must be a bool, got {prefix_caching!r}")
+        raise refused("prefix_caching", "a bool", prefix_caching)
     if not isinstance(compile, bool | dict):
-        raise ValueError(f"pagedkv: compile must be a bool or a dict of options of torch.compile, got {compile!r}")
+        raise refused("compile", "a bool or a dict of options of torch.compile", compile)
 
 
 def _is_int(value: Any, minimum: int) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..errors import InvalidArgumentError, refused
+
 CPU_FRACTION = 0.5  # of the available memory; only reserved: pages are touched as blocks are used
 CUDA_FRACTION = 0.8  # of the free memory, after the weights
 MAX_DEFAULT_BLOCKS = 65_536  # keeps the manager of a tiny model small
@@ -33,20 +35,18 @@ def total_memory(device: torch.device) -> int:
 
 
 def check_memory(memory: Any) -> None:
-    """Raise ValueError for what can not be the ``memory`` of a pool on any device."""
+    """Raise InvalidArgumentError for what can not be the ``memory`` of a pool on any device."""
     is_bytes = isinstance(memory, int) and not isinstance(memory, bool) and memory > 0
     if not is_bytes and not (isinstance(memory, float) and 0 < memory <= 1):
-        raise ValueError(f"pagedkv: memory must be an int of bytes or a fraction above 0 and up to 1, got {memory!r}")
+        raise refused("memory", "an int of bytes or a fraction above 0 and up to 1", memory)
 
 
 def check_fits(setting: str, num_blocks: int, block_bytes: int, device: torch.device) -> None:
-    """Raise ValueError where blocks need more than a device has, naming the setting that asks for them."""
+    """Raise InvalidArgumentError where blocks need more than a device has, naming the setting that asks for them."""
     needed, total = num_blocks * block_bytes, total_memory(device)
     if needed > total:
-        raise ValueError(
-            f"pagedkv: {setting} asks for {num_blocks} blocks of {block_bytes} bytes, {needed} bytes in all; "
-            f"{device} has {total}"
-        )
+        got = f"{num_blocks} blocks of {block_bytes} bytes, {needed} bytes in all"
+        raise InvalidArgumentError(f"{setting}: expected at most the {total} bytes of {device}, got {got}")
 
 
 def blocks_for(block_bytes: int, memory: int | float | None, device: torch.device) -> int:
@@ -58,7 +58,7 @@ def blocks_for(block_bytes: int, memory: int | float | None, device: torch.devic
             0.8 of it, at most 65,536 blocks.
 
     Raises:
-        ValueError: a memory that holds no block, that the device does not have, or a fraction above 1.
+        InvalidArgumentError: a memory that holds no block, that the device does not have, or a fraction above 1.
     """
     limit = None
     if memory is None:
@@ -68,12 +68,10 @@ def blocks_for(block_bytes: int, memory: int | float | None, device: torch.devic
     if isinstance(memory, float):
         memory = int(memory * free_memory(device))
     elif memory > total_memory(device):
-        raise ValueError(f"pagedkv: memory must be at most the {total_memory(device)} bytes of {device}, got {memory}")
+        raise refused("memory", f"at most the {total_memory(device)} bytes of {device}", memory)
     num_blocks = memory // block_bytes
     if num_blocks < 2:
-        raise ValueError(
-            f"pagedkv: memory must hold two blocks of {block_bytes} bytes (one is the null block), got {memory}"
-        )
+        raise refused("memory", f"room for two blocks of {block_bytes} bytes (one is the null block)", memory)
     return num_blocks if limit is None else min(num_blocks, limit)
 
 

@@ -107,7 +107,7 @@ class PagedState:
             OutOfBlocksError: the pool has too few blocks; nothing was changed.
         """
         if query_length == 0:
-            raise ValueError("pagedkv: input_ids must hold at least one token a row, got none")
+            raise ValueError("input_ids: expected at least one token a row, got none")
         if self.is_pending:
             if (batch, query_length) == (self._batch, self.query_length):
                 self._set_dense(dense or self._dense)
