@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import machine
+import roofline
 import torch
 from peers.cpu import PEERS, Inputs, NotApplicableError
 from torch.nn.functional import scaled_dot_product_attention
@@ -42,6 +43,7 @@ class Row:
     goal: float | None  # of the ceiling; overhead: microseconds
     unit: str
     ceiling: float = 0.0
+    intensity: float | None = None  # attention: FLOPs per byte of queries, keys, values and output
     speeds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -145,39 +147,53 @@ def attention_calls(inputs: Inputs, row: Row, peers: list[str]) -> dict[str, Cal
     return calls
 
 
+def flops(inputs: Inputs) -> int:
+    visible = inputs.query_len * inputs.seq_len - inputs.query_len * (inputs.query_len - 1) // 2
+    return 4 * inputs.query.shape[2] * inputs.query.shape[1] * inputs.batch * visible
+
+
+def intensity(inputs: Inputs) -> float:
+    """FLOPs per byte that has to move: queries, keys, values and output, once each."""
+    return flops(inputs) / (2 * (inputs.query.numel() + inputs.key.numel()) * inputs.key.element_size())
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def storage(cache: dict[str, Any]) -> str:
+    return f" S={cache['block_size']} {cache['layout']}" if cache else ""
 
 
 def bench_decode(
     batch: int, seq_len: int, heads: tuple[int, int], head_size: int, dtype: torch.dtype,
     goal: float | None, rounds: int, peers: list[str], **cache: Any,
 ) -> Row:  # fmt: skip
-    where = f" S={cache['block_size']} {cache['layout']}" if cache else ""
-    name = f"{dtype_name(dtype)} B={batch} L={seq_len} {heads[0]}/{heads[1]} D={head_size}{where}"
+    name = f"{dtype_name(dtype)} B={batch} L={seq_len} {heads[0]}/{heads[1]} D={head_size}{storage(cache)}"
     row = Row("decode", name, goal, "GB/s")
     inputs = make_inputs(batch, 1, seq_len, heads, head_size, dtype, **cache)
     calls = attention_calls(inputs, row, peers)
     times = interleave({"read": machine.read_all, **calls}, rounds)
     row.ceiling = machine.READ_BYTES / times.pop("read") / 1e9
+    row.intensity = intensity(inputs)
     num_bytes = 2 * inputs.key.numel() * inputs.key.element_size()
     row.speeds = {n: num_bytes / t / 1e9 for n, t in times.items()}
     return row
 
 
 def bench_prefill(
-    query_len: int, seq_len: int, heads: tuple[int, int], head_size: int, dtype: torch.dtype, goal: float, rounds: int,
-    peers: list[str],
+    query_len: int, seq_len: int, heads: tuple[int, int], head_size: int, dtype: torch.dtype,
+    goal: float | None, rounds: int, peers: list[str], **cache: Any,
 ) -> Row:  # fmt: skip
-    name = f"{dtype_name(dtype)} {query_len} over {seq_len} {heads[0]}/{heads[1]} D={head_size}"
+    name = f"{dtype_name(dtype)} {query_len} over {seq_len} {heads[0]}/{heads[1]} D={head_size}{storage(cache)}"
     row = Row("prefill", name, goal, "GFLOP/s")
-    inputs = make_inputs(1, query_len, seq_len, heads, head_size, dtype)
+    inputs = make_inputs(1, query_len, seq_len, heads, head_size, dtype, **cache)
     calls = attention_calls(inputs, row, peers)
     # torch.mm in float16 runs at 1/1000 of float32 on processors without float16 arithmetic
     times = interleave({"mm": machine.matmul(F32 if dtype == F16 else dtype), **calls}, rounds)
     row.ceiling = machine.MATMUL_FLOPS / times.pop("mm") / 1e9
-    visible = query_len * seq_len - query_len * (query_len - 1) // 2
-    row.speeds = {n: 4 * head_size * heads[0] * visible / t / 1e9 for n, t in times.items()}
+    row.intensity = intensity(inputs)
+    row.speeds = {n: flops(inputs) / t / 1e9 for n, t in times.items()}
     return row
 
 
@@ -345,31 +361,9 @@ def layouts(rounds: int) -> list[Row]:
                 cache = {"block_size": block_size, "layout": layout}
                 rows.append(bench_decode(8, 4096, (32, 8), 128, dtype, None, rounds, [], **cache))
                 show(rows[-1])
+                rows.append(bench_prefill(1024, 1024, (32, 8), 128, dtype, None, max(3, rounds // 2), [], **cache))
+                show(rows[-1])
     return rows
-
-
-def plot(rows: list[Row], path: str) -> None:
-    """Attained share of the ceiling: decode and writes against bytes, prefill against operations."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [r for r in rows if r.kind != "overhead"]
-    names = sorted({n for r in rows for n in r.speeds}, key=lambda n: (n != "pagedkv", n))
-    figure, axes = pyplot.subplots(figsize=(9, 0.42 * len(rows) + 1.5))
-    height = 0.8 / len(names)
-    for i, name in enumerate(names):
-        shares = [100 * r.speeds.get(name, 0.0) / r.ceiling for r in rows]
-        axes.barh([y + i * height for y in range(len(rows))], shares, height, label=name)
-    axes.set_yticks([y + 0.4 - height / 2 for y in range(len(rows))], [f"{r.kind} {r.name}" for r in rows], fontsize=7)
-    axes.axvline(100, color="black", linewidth=0.8)
-    axes.margins(y=0.01)
-    axes.invert_yaxis()
-    axes.set_xlabel("% of the ceiling in the same run (sequential read, memcpy, torch.mm)")
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
 
 
 def main() -> None:
@@ -396,7 +390,7 @@ def main() -> None:
         with open(options.json, "w") as file:
             json.dump({"machine": machine.facts(), "rows": [vars(r) for r in rows]}, file, indent=1)
     if options.plot:
-        plot(rows, options.plot)
+        roofline.draw(rows, options.plot)
 
 
 if __name__ == "__main__":
