@@ -34,7 +34,8 @@ def draw(rows: Sequence[Row], path: str) -> None:
     names = sorted({name for row in rows for name in row.speeds}, key=lambda name: (name != "pagedkv", name))
     colors = {name: f"C{i}" for i, name in enumerate(names)}
     read = max((row.ceiling for row in rows if row.kind == "decode"), default=None)
-    figure, axes = pyplot.subplots(1, len(types), figsize=(5 * len(types), 4.5), sharex=True, sharey=True, squeeze=False)
+    size = (5 * len(types), 4.5)
+    figure, axes = pyplot.subplots(1, len(types), figsize=size, sharex=True, sharey=True, squeeze=False)
     for panel, dtype in zip(axes[0], types, strict=True):
         own = [row for row in rows if row.name.split()[0] == dtype]
         _roof(panel, own, read)
