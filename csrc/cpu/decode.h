@@ -184,6 +184,8 @@ PAGEDKV_INLINE void walk_keys(const DecodeState<T, kDot>& state) {
   if (keys.begin >= keys.end) return;
 
   const int64_t heads = task.head_end - task.head_begin;
+  // In a larger block each head's rows run on into the next tile: read as one stream, a whole tile ahead.
+  const int64_t distance = kFetchInOrder || args.block_size <= kTile ? kHeadsAhead : heads;
   const int64_t key_step = args.key.head_stride * static_cast<int64_t>(sizeof(T));
   const int64_t value_step = args.value.head_stride * static_cast<int64_t>(sizeof(T));
   TileContext c;
@@ -203,14 +205,13 @@ PAGEDKV_INLINE void walk_keys(const DecodeState<T, kDot>& state) {
     const int64_t next = position + kTile < keys.end ? i ^ 1 : i;
     if (next != i) find_tile(position + kTile, next);
     c.rows = &buffers[i];
-    c.next = &buffers[next];
     for (int64_t head = task.head_begin; head < task.head_end; ++head) {
       c.key_offset = key_step * head;
       c.value_offset = value_step * head;
-      const bool in_tile = head + kHeadsAhead < task.head_end;
-      const int64_t ahead =
-          in_tile ? head + kHeadsAhead : task.head_begin + (head + kHeadsAhead - task.head_end) % heads;
-      c.ahead = &state.lines[in_tile ? i : next];
+      const bool in_tile = head + distance < task.head_end;
+      const int64_t ahead = in_tile ? head + distance : task.head_begin + (head + distance - task.head_end) % heads;
+      c.ahead = &buffers[in_tile ? i : next];
+      c.ahead_lines = &state.lines[in_tile ? i : next];
       c.ahead_key_offset = key_step * ahead;
       c.ahead_value_offset = value_step * ahead;
       for (int64_t token = task.query_begin; token < task.query_end; ++token) {

@@ -24,7 +24,7 @@ constexpr bool kFetchInOrder = true, kDotPays = false;
 #else
 constexpr bool kFetchInOrder = false, kDotPays = true;
 #endif
-constexpr int64_t kHeadsAhead = 2;  // where lines are fetched in order; else the next tile's row of the same token
+constexpr int64_t kHeadsAhead = 2;  // of the head that is computed, unless blocks are larger than a tile
 
 // Cached rows of the 16 tokens of a tile, head 0, as byte addresses.
 struct TileRows {
@@ -41,8 +41,8 @@ struct TileLines {
 // What a tile needs to know beside its rows; offsets select the KV head.
 struct TileContext {
   const TileRows* rows;
-  const TileRows* next;    // fetched while this tile is computed, one line beside each load, or
-  const TileLines* ahead;  // these lines of another head where kFetchInOrder
+  const TileRows* ahead;         // rows of the head that is fetched meanwhile, the same line beside each load, or
+  const TileLines* ahead_lines;  // its lines where kFetchInOrder
   int64_t ahead_key_offset, ahead_value_offset;
   int64_t key_offset, value_offset;
   int64_t head_size, value_head_size;
@@ -80,18 +80,21 @@ PAGEDKV_INLINE void tile_scores(const TileContext& c, const Pack& pack, Vec* sco
   constexpr int kVectors = kTile / kTokens;
   constexpr int kStep = 2 * kLanes;
   const auto* query = reinterpret_cast<const QueryElement<T, kDot>*>(pack.query);
+  // The prefetchers like whole rows, two-byte elements for 4 query rows like queries that stay in registers.
+  constexpr bool kRowByRow = !kFetchInOrder && (kRows < 4 || sizeof(T) == sizeof(float));
   const int64_t whole = c.head_size / kStep * kStep;
-  const char* const* line = c.ahead->key;
+  const char* const* line = c.ahead_lines->key;
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
     Vec acc[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) acc[i] = zero();
-    const auto step = [&](int64_t d, int64_t n) PAGEDKV_LAMBDA {
+    const auto step = [&](int first, int last, int64_t d, int64_t n) PAGEDKV_LAMBDA {
 #pragma GCC unroll 16
-      for (int t = 0; t < kTokens; ++t) {
+      for (int t = first; t < last; ++t) {
         const T* key = reinterpret_cast<const T*>(c.rows->key[v * kTokens + t] + c.key_offset) + d;
-        fetch<kStep * sizeof(T)>(c.next->key[v * kTokens + t] + c.key_offset + d * sizeof(T), line, c.ahead_key_offset);
+        fetch<kStep * sizeof(T)>(c.ahead->key[v * kTokens + t] + c.ahead_key_offset + d * sizeof(T), line,
+                                 c.ahead_key_offset);
         if constexpr (kDot) {
           const PairBits k = n == kStep ? load_bits(key) : load_bits_first(key, n);
 #pragma GCC unroll 4
@@ -113,9 +116,17 @@ PAGEDKV_INLINE void tile_scores(const TileContext& c, const Pack& pack, Vec* sco
         }
       }
     };
+    const auto tokens = [&](int first, int last) PAGEDKV_LAMBDA {
 #pragma GCC unroll 1
-    for (int64_t d = 0; d < whole; d += kStep) step(d, kStep);
-    if (whole < c.head_size) step(whole, c.head_size - whole);
+      for (int64_t d = 0; d < whole; d += kStep) step(first, last, d, kStep);
+      if (whole < c.head_size) step(first, last, whole, c.head_size - whole);
+    };
+    if constexpr (kRowByRow) {
+#pragma GCC unroll 16
+      for (int t = 0; t < kTokens; ++t) tokens(t, t + 1);
+    } else {
+      tokens(0, kTokens);
+    }
     scores[v] = reduce_lanes(acc);
   }
 }
@@ -197,13 +208,13 @@ PAGEDKV_INLINE void accumulate_columns(const TileContext& c, const Pack& pack, c
 #pragma GCC unroll 16
     for (int i = 0; i < 2 * kPairs; ++i) acc[r][i] = load(pack.acc + r * pack.acc_stride + column + i * kLanes);
   }
-  const char* const* line = c.ahead->value + kTile * column * static_cast<int64_t>(sizeof(T)) / kLine;
+  const char* const* line = c.ahead_lines->value + kTile * column * static_cast<int64_t>(sizeof(T)) / kLine;
   const auto token = [&](int t) PAGEDKV_LAMBDA {
     const T* value = reinterpret_cast<const T*>(c.rows->value[t] + c.value_offset) + column;
-    const char* next = c.next->value[t] + c.value_offset + column * sizeof(T);
+    const char* ahead = c.ahead->value[t] + c.ahead_value_offset + column * sizeof(T);
 #pragma GCC unroll 4
     for (int i = 0; i < kPairs; ++i) {
-      fetch<kStep * sizeof(T)>(next + i * kStep * sizeof(T), line, c.ahead_value_offset);
+      fetch<kStep * sizeof(T)>(ahead + i * kStep * sizeof(T), line, c.ahead_value_offset);
       Vec a, b;
       if (columns == kPairs * kStep) {
         load_pair(value + i * kStep, a, b);
@@ -245,7 +256,7 @@ PAGEDKV_INLINE void dot_columns(const TileContext& c, const Pack& pack, const BF
     for (int i = 0; i < 2 * kPairs; ++i) acc[r][i] = load(pack.acc + r * pack.acc_stride + column + i * kLanes);
   }
   const auto bits = [&](int t, int i) PAGEDKV_LAMBDA {
-    prefetch(c.next->value[t] + c.value_offset + (column + i * kStep) * sizeof(BFloat16));
+    prefetch(c.ahead->value[t] + c.ahead_value_offset + (column + i * kStep) * sizeof(BFloat16));
     const auto* value = reinterpret_cast<const BFloat16*>(c.rows->value[t] + c.value_offset) + column + i * kStep;
     if (!kWhole && (t < c.first || t >= c.last)) return load_bits_first(value, 0);
     return columns == kPairs * kStep ? load_bits(value) : load_bits_first(value, columns);
