@@ -46,7 +46,17 @@ _HOME = {
     "unpatch": "hf",
 }
 
-_MODULES = ("block_pool", "block_table", "cache", "engine", "errors", "hf", "integrations", "manager")
+_MODULES = (
+    "block_pool",
+    "block_table",
+    "cache",
+    "engine",
+    "errors",
+    "hf",
+    "integrations",
+    "manager",
+    "tensor_parallel",
+)
 
 __all__ = sorted(_HOME)
 

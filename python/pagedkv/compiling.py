@@ -28,17 +28,19 @@ _CPU_OPTIONS = {
 }
 
 
-def compiled(function: F, device: torch.device) -> tuple[F, AbstractContextManager[Any]]:
+def compiled(function: F, device: torch.device, is_sharded: bool = False) -> tuple[F, AbstractContextManager[Any]]:
     """The function, compiled at its first call, and a context for that call.
 
     Only sizes are checked before a compiled graph is used, not the model: looking at every module takes 1.2 ms of a
     step. Dynamo keeps graphs by code object, so the function gets one of its own: no other engine's graph can be taken.
+    Weights that are sharded (DTensors) get none of the options for CPU: freezing and the C++ wrapper fail on them.
     """
     code = function.__code__.replace(co_name=f"{function.__name__}_{_number()}")
     own = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
     result = torch.compile(own, fullgraph=True, options={"guard_filter_fn": _only_sizes})
     # freezing is read by Dynamo too, which does not see a compiled function's own options
-    return result, torch._inductor.config.patch(_CPU_OPTIONS if device.type == "cpu" else {})  # type: ignore[return-value]
+    options = _CPU_OPTIONS if device.type == "cpu" and not is_sharded else {}
+    return result, torch._inductor.config.patch(options)  # type: ignore[return-value]
 
 
 def _only_sizes(guards: Sequence[Any]) -> list[bool]:

@@ -34,6 +34,7 @@ from .hf.state import PagedState, Step
 from .hf.support import check_model, evaluation, refuse
 from .hf.tags import TAG
 from .progress import track
+from .tensor_parallel import agreed_blocks, mesh_of
 
 _PROBE_BLOCKS = 8
 _PROBE_LENGTHS = (7, 4)  # over one block and within one, at the probe's block size of 4
@@ -155,7 +156,7 @@ class Runner:
         with evaluation(model):
             self._masks = self._make_masks()
             self._probe()
-        blocks = self._num_blocks(num_blocks, memory, block_size)
+        blocks = agreed_blocks(model, lambda: self._num_blocks(num_blocks, memory, block_size))
         options = {"prefix_caching": prefix_caching, "watermark": watermark, "num_host_blocks": num_host_blocks}
         self._allocate(blocks, max_num_seqs, max_num_batched_tokens, block_size, kv_dtype, **options)
         self.max_length = min(self.max_length, self.pool.table_width * block_size)
@@ -308,7 +309,7 @@ class Runner:
         Freezing takes every tensor that is marked as a static address for a constant, but for those that the graph
         writes (the blocks): the buffers of `_views` must not be marked.
         """
-        self._compiled, options = compiled(self._call, self.device)
+        self._compiled, options = compiled(self._call, self.device, mesh_of(self.model) is not None)
         self._is_one_graph = self.device.type == "cpu"
         self._bind_decode()
         size = min(_TRACED_TOKENS, len(self._tokens[0]))

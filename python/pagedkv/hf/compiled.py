@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import reset_code
 
+from ..tensor_parallel import mesh_of
 from .cache import PagedCache
 from .prefix import weights_of
 
@@ -33,7 +34,7 @@ class CompiledStep:
 
     def __init__(self, model: torch.nn.Module, original_class: Any, options: dict[str, Any] | None) -> None:
         self._model = model
-        self._is_frozen = options is None and all(weight.device.type == "cpu" for weight in model.parameters())
+        self._is_frozen = options is None and _can_freeze(model)
         self._weights = weights_of(model) if self._is_frozen else ()
 
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -63,6 +64,11 @@ class CompiledStep:
         """Drop what was compiled, packed weights included."""
         reset_code(self._code)
         self._is_marked = False
+
+
+def _can_freeze(model: torch.nn.Module) -> bool:
+    """Its weights are on CPU, and no DTensors: freezing fails on those."""
+    return mesh_of(model) is None and all(weight.device.type == "cpu" for weight in model.parameters())
 
 
 def _mark_batch(inputs: Sequence[Any]) -> bool:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from ..errors import refused
+from ..tensor_parallel import agreed_blocks
 from . import masks, prefix, support
 from .compiled import CompiledStep
 from .methods import ATTRIBUTE, Patch, patched_class, placement
@@ -164,16 +165,22 @@ def _probe_paged(model: PreTrainedModel, handle: Patch, inputs: dict[str, Any], 
 
 def _size_pool(model: PreTrainedModel, handle: Patch) -> None:
     options = handle.options
-    num_blocks, block_size = options["num_blocks"], options["block_size"]
+    block_size = options["block_size"]
+    num_blocks = agreed_blocks(model, lambda: _num_blocks(model, handle))
+    caching = options["prefix_caching"] and prefix.allowed(model, handle.new_cache(model))
+    handle.set_pool(model, num_blocks, block_size, caching)
+
+
+def _num_blocks(model: PreTrainedModel, handle: Patch) -> int:
+    """Blocks that this process has room for, whose bytes are known from the probe's."""
+    num_blocks, block_size = handle.options["num_blocks"], handle.options["block_size"]
     block_bytes = handle.pool.block_bytes // handle.pool.block_size * block_size
     device = model.get_input_embeddings().weight.device
     check_fits(f"block_size={block_size}", 2, block_bytes, device)
     if num_blocks is None:
-        num_blocks = blocks_for(block_bytes, options["memory"], device)
-    else:
-        check_fits(f"num_blocks={num_blocks}", num_blocks, block_bytes, device)
-    caching = options["prefix_caching"] and prefix.allowed(model, handle.new_cache(model))
-    handle.set_pool(model, num_blocks, block_size, caching)
+        return blocks_for(block_bytes, handle.options["memory"], device)
+    check_fits(f"num_blocks={num_blocks}", num_blocks, block_bytes, device)
+    return int(num_blocks)
 
 
 def unpatch(model: Model) -> Model:

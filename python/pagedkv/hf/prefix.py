@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..tensor_parallel import local_tensor
 from .cache import PagedCache
 from .layers import PagedLayer
 
@@ -52,7 +53,9 @@ def _values(parameters: Any, name: str) -> list[Any]:
 
 def weights_of(model: torch.nn.Module) -> tuple[tuple[int, int], ...]:
     """Differs once a parameter was written in place or replaced, but for writes through ``.data``."""
-    return tuple((parameter.data_ptr(), parameter._version) for parameter in model.parameters())
+    with torch.no_grad():
+        parts = [(local_tensor(parameter), parameter._version) for parameter in model.parameters()]
+    return tuple((part.data_ptr(), part._version + version) for part, version in parts)
 
 
 class PrefixKeys:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from ..tensor_parallel import split_kv_heads
 from .cache import layer_kinds
 from .layers import PAGED, PagedLayer
 
@@ -35,6 +36,10 @@ def check_model(model: PreTrainedModel) -> None:
         raise refuse(model, "it keeps a cache of its own kind")
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise refuse(model, "its weights are on the meta device")
+    split = split_kv_heads(model)
+    if split is not None:
+        reason = f"its {split[0]} KV heads can not be divided evenly among {split[1]} tensor parallel ranks"
+        raise refuse(model, f"{reason}, and transformers gives no rank a copy")
     try:
         kinds = layer_kinds(config)
     except NotImplementedError as error:
