@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from .errors import InvalidArgumentError, integer, refused
-from .hf.sizing import check_memory
+from .errors import InvalidArgumentError, boolean, integer, refused
+from .hf.sizing import check_settings
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -28,23 +28,14 @@ def check_batch(max_num_seqs: Any, max_num_batched_tokens: Any) -> tuple[int, in
 
 def check_pool(num_blocks: Any, memory: Any, block_size: Any, num_host_blocks: Any, kv_dtype: Any) -> None:
     """Raises InvalidArgumentError for what can not size or type the blocks of any model."""
-    integer("block_size", block_size, 1)
+    check_settings(block_size, num_blocks, memory, kv_dtype)
     integer("num_host_blocks", num_host_blocks, 0)
-    if num_blocks is not None:
-        integer("num_blocks", num_blocks, 2, " (one is the null block)")
-    if memory is not None:
-        check_memory(memory)
-        if num_blocks is not None:
-            raise refused("num_blocks, memory", "one of them", (num_blocks, memory))
-    if kv_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-        raise refused("kv_dtype", "None, torch.float32, torch.float16 or torch.bfloat16", kv_dtype)
 
 
 def check_flags(cuda_graphs: Any, device: torch.device, **flags: Any) -> None:
     """Raises InvalidArgumentError for a flag that is no bool, and for CUDA graphs on another device."""
     for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise refused(name, "a bool", value)
+        boolean(name, value)
     if not isinstance(cuda_graphs, bool) and cuda_graphs != "auto":
         raise refused("cuda_graphs", "True, False or 'auto'", cuda_graphs)
     if cuda_graphs is True and device.type != "cuda":

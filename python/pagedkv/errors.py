@@ -1,4 +1,7 @@
-"""Named errors of the KV manager. Every one is raised before anything changes."""
+"""The errors of the package, and the checks of arguments that all its parts share.
+
+Every error is raised before anything changes.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,13 @@ def integer(name: str, value: Any, minimum: int | None = None, note: str = "") -
     if minimum is not None and number < minimum:
         raise InvalidArgumentError(f"{name}: expected at least {minimum}{note}, got {number}")
     return number
+
+
+def boolean(name: str, value: Any) -> bool:
+    """`value` if it is a bool; anything else, 0 and 1 too, is an InvalidArgumentError that says so."""
+    if not isinstance(value, bool):
+        raise refused(name, "a bool", value)
+    return value
 
 
 class UnknownSequenceError(PagedKVError, LookupError):

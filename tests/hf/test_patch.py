@@ -8,6 +8,7 @@ import math
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -333,6 +334,7 @@ def test_a_model_already_set_to_pagedkv_can_be_patched(inputs):
         {"kv_dtype": "bfloat17"},
         {"prefix_caching": "yes"},
         {"compile": "x"},
+        {"compile": {"x": 1}},
     ],
     ids=str,
 )
@@ -342,6 +344,20 @@ def test_settings_are_refused_by_name(model, options):
         pagedkv.patch(model, **options)
     assert vars(model) == attributes
     assert type(model) is kind
+
+
+def test_options_that_compilation_refuses_leave_the_model_as_it_was(model):
+    attributes, kind = dict(vars(model)), type(model)
+    with pytest.raises(RuntimeError, match="nonsense"):
+        pagedkv.patch(model, num_blocks=64, compile={"mode": "nonsense"})
+    assert vars(model) == attributes
+    assert type(model) is kind
+
+
+def test_sizes_may_be_ints_of_numpy(model):
+    pagedkv.patch(model, num_blocks=np.int64(64), block_size=np.int32(8))
+    assert repr(pagedkv.pool(model)).startswith("Pool(0 of 63 blocks of 8 tokens used")
+    pagedkv.patch(model, num_blocks=64, block_size=8)
 
 
 def test_empty_input_ids_are_refused_by_name(model, inputs):

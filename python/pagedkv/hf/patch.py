@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -10,13 +11,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from ..errors import refused
+from ..errors import boolean, refused
 from ..tensor_parallel import agreed_blocks
 from . import masks, prefix, support
 from .compiled import CompiledStep
 from .methods import ATTRIBUTE, Patch, patched_class, placement
 from .pool import Pool
-from .sizing import blocks_for, check_fits, check_memory
+from .sizing import blocks_for, check_fits, check_settings
 
 Model = TypeVar("Model")
 _PROBE_BLOCKS, _PROBE_BLOCK_SIZE = 32, 16  # a larger block would need its memory before it is known how much
@@ -67,15 +68,15 @@ def patch(
         UnsupportedModelError: blocks can not serve the model; it is left as it was, and the message says why.
         ValueError: the model is patched with other settings, or a setting is out of its range.
     """
+    block_size, num_blocks = check_settings(block_size, num_blocks, memory, kv_dtype)
     options = {
         "block_size": block_size,
         "num_blocks": num_blocks,
         "memory": memory,
         "kv_dtype": kv_dtype,
-        "prefix_caching": prefix_caching,
-        "compile": compile,
+        "prefix_caching": boolean("prefix_caching", prefix_caching),
+        "compile": _compile_options(compile),
     }
-    _check_options(**options)
     target = _target(model)
     known: Patch | None = target.__dict__.get(ATTRIBUTE)
     if known is not None:
@@ -87,27 +88,11 @@ def patch(
     return model
 
 
-def _check_options(
-    block_size: Any, num_blocks: Any, memory: Any, kv_dtype: Any, prefix_caching: Any, compile: Any
-) -> None:
-    if not _is_int(block_size, 1):
-        raise refused("block_size", "an int of at least 1", block_size)
-    if num_blocks is not None and not _is_int(num_blocks, 2):
-        raise refused("num_blocks", "an int of at least 2 (one is the null block)", num_blocks)
-    if memory is not None:
-        check_memory(memory)
-    if num_blocks is not None and memory is not None:
-        raise refused("num_blocks, memory", "one of them", (num_blocks, memory))
-    if kv_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-        raise refused("kv_dtype", "None, torch.float32, torch.float16 or torch.bfloat16", kv_dtype)
-    if not isinstance(prefix_caching, bool):
-        raise refused("prefix_caching", "a bool", prefix_caching)
-    if not isinstance(compile, bool | dict):
-        raise refused("compile", "a bool or a dict of options of torch.compile", compile)
-
-
-def _is_int(value: Any, minimum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+def _compile_options(compile: Any) -> bool | dict[str, Any]:
+    known = inspect.signature(torch.compile).parameters.keys() - {"model"}
+    if isinstance(compile, bool) or (isinstance(compile, dict) and compile.keys() <= known):
+        return compile
+    raise refused("compile", "a bool or a dict of options of torch.compile", compile)
 
 
 def _install(model: PreTrainedModel, handle: Patch) -> None:
@@ -120,12 +105,12 @@ def _install(model: PreTrainedModel, handle: Patch) -> None:
     try:
         _probe(model, handle)
         _size_pool(model, handle)
+        compile = handle.options["compile"]
+        if compile:
+            handle.compiled = CompiledStep(model, handle.original_class, compile if isinstance(compile, dict) else None)
     except BaseException:
         unpatch(model)
         raise
-    compile = handle.options["compile"]
-    if compile:
-        handle.compiled = CompiledStep(model, handle.original_class, compile if isinstance(compile, dict) else None)
 
 
 def _probe(model: PreTrainedModel, handle: Patch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidArgumentError, refused
+from ..errors import InvalidArgumentError, integer, refused
 
 CPU_FRACTION = 0.5  # of the available memory; only reserved: pages are touched as blocks are used
 CUDA_FRACTION = 0.8  # of the free memory, after the weights
@@ -39,6 +39,20 @@ def check_memory(memory: Any) -> None:
     is_bytes = isinstance(memory, int) and not isinstance(memory, bool) and memory > 0
     if not is_bytes and not (isinstance(memory, float) and 0 < memory <= 1):
         raise refused("memory", "an int of bytes or a fraction above 0 and up to 1", memory)
+
+
+def check_settings(block_size: Any, num_blocks: Any, memory: Any, kv_dtype: Any) -> tuple[int, int | None]:
+    """Both sizes as ints; raises InvalidArgumentError for what can not size or type the blocks of any model."""
+    block_size = integer("block_size", block_size, 1)
+    if num_blocks is not None:
+        num_blocks = integer("num_blocks", num_blocks, 2, " (one is the null block)")
+    if memory is not None:
+        check_memory(memory)
+        if num_blocks is not None:
+            raise refused("num_blocks, memory", "one of them", (num_blocks, memory))
+    if kv_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+        raise refused("kv_dtype", "None, torch.float32, torch.float16 or torch.bfloat16", kv_dtype)
+    return block_size, num_blocks
 
 
 def check_fits(setting: str, num_blocks: int, block_bytes: int, device: torch.device) -> None:
