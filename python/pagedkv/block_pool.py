@@ -25,6 +25,7 @@ from pagedkv.errors import (
 
 Ids = npt.NDArray[np.int64]
 NULL_BLOCK = 0
+MAX_BLOCKS = 2**31  # block tables hold 32-bit ids
 # Below this many ids a Python loop is faster than the fixed cost of numpy calls.
 _BULK = 12
 # Flags of a block, so that one gather tells whether a table can be given back in bulk.
@@ -43,7 +44,9 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, *, record_events: bool = False) -> None:
-        self.num_blocks = num_blocks = integer("num_blocks", num_blocks, 2, " (one is the null block)")
+        self.num_blocks = num_blocks = integer(
+            "num_blocks", num_blocks, 2, " (one is the null block)", maximum=MAX_BLOCKS
+        )
         self.refs = array("q", bytes(8 * num_blocks))
         self.refs_np: Ids = np.frombuffer(self.refs, np.int64)
         self._flags = bytearray(num_blocks)

@@ -22,8 +22,8 @@ def refused(name: str, expected: str, value: Any) -> InvalidArgumentError:
     return InvalidArgumentError(f"{name}: expected {expected}, got {value!r}")
 
 
-def integer(name: str, value: Any, minimum: int | None = None, note: str = "") -> int:
-    """`value` as an int; anything else, and less than `minimum`, is an InvalidArgumentError that says so."""
+def integer(name: str, value: Any, minimum: int | None = None, note: str = "", *, maximum: int | None = None) -> int:
+    """`value` as an int; anything else, and what is out of the range, is an InvalidArgumentError that says so."""
     try:
         number = None if isinstance(value, bool) else int(operator.index(value))
     except TypeError:
@@ -32,6 +32,8 @@ def integer(name: str, value: Any, minimum: int | None = None, note: str = "") -
         raise refused(name, "an int", value)
     if minimum is not None and number < minimum:
         raise InvalidArgumentError(f"{name}: expected at least {minimum}{note}, got {number}")
+    if maximum is not None and number > maximum:
+        raise InvalidArgumentError(f"{name}: expected at most {maximum}, got {number}")
     return number
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from pagedkv.errors import InvalidArgumentError, integer
 
+MAX_BLOCK_SIZE = 2**31 - 1  # the kernels count a sequence's keys in 32 bits
+
 
 @dataclass(frozen=True)
 class GroupSpec:
@@ -30,9 +32,9 @@ class GroupSpec:
             raise InvalidArgumentError(
                 f"GroupSpec.window: expected None for full and at least 1 otherwise, got {self.window} for {self.kind}"
             )
-        for name in ("window", "block_size"):
+        for name, maximum in (("window", None), ("block_size", MAX_BLOCK_SIZE)):
             if getattr(self, name) is not None:
-                integer(f"GroupSpec.{name}", getattr(self, name), 1)
+                integer(f"GroupSpec.{name}", getattr(self, name), 1, maximum=maximum)
 
 
 class Group:

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from pagedkv.allocation import Allocation, Request, admit, allocate, allocate_next, note_limits
-from pagedkv.block_pool import BlockPool
+from pagedkv.block_pool import MAX_BLOCKS, BlockPool
 from pagedkv.decode import DecodeStep, append_step, commit_step
 from pagedkv.errors import (
     CommitError,
@@ -22,7 +22,7 @@ from pagedkv.errors import (
     integer,
 )
 from pagedkv.explain import PrefixExplanation, explain_prefix
-from pagedkv.groups import GroupSpec, resolve_groups
+from pagedkv.groups import MAX_BLOCK_SIZE, GroupSpec, resolve_groups
 from pagedkv.integrity import check_manager
 from pagedkv.lookup import PrefixLookup
 from pagedkv.prefix import NO_KEYS, ChainHasher, ExtraKeys, HashFn, KeySet, pack_tokens
@@ -79,8 +79,8 @@ class KVCacheManager:
         groups: Sequence[GroupSpec] | None = None,
         causal: bool = True,
     ) -> None:
-        block_size = integer("block_size", block_size, 1)
-        num_host_blocks = integer("num_host_blocks", num_host_blocks, 0)
+        block_size = integer("block_size", block_size, 1, maximum=MAX_BLOCK_SIZE)
+        num_host_blocks = integer("num_host_blocks", num_host_blocks, 0, maximum=MAX_BLOCKS)
         if not isinstance(watermark, int | float) or not 0.0 <= watermark < 1.0:
             raise InvalidArgumentError(f"watermark: expected a fraction in [0, 1), got {watermark!r}")
         if groups is not None and sliding_window is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import re
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import pagedkv
 import pagedkv.hf
+from pagedkv.errors import InvalidArgumentError
 from pagedkv.hf import masks
+from pagedkv.hf.pool import Pool
 
 
 def name_of(model):
@@ -173,6 +176,46 @@ def test_mask_that_does_not_continue_is_an_error():
         forward(model, cache, inputs["input_ids"], torch.ones(2, 10, dtype=torch.long))
     with pytest.raises(ValueError, match="batch must be 2"):
         forward(model, cache, inputs["input_ids"][:1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_size": 0}, "block_size: expected at least 1, got 0"),
+        ({"block_size": "x"}, "block_size: expected an int, got 'x'"),
+        ({"block_size": 2**60, "num_blocks": 8}, f"block_size: expected at most {2**31 - 1}, got {2**60}"),
+        ({"num_blocks": 1}, "num_blocks: expected at least 2 (one is the null block), got 1"),
+        ({"num_blocks": 2**60}, f"num_blocks: expected at most {2**31}, got {2**60}"),
+        ({"num_blocks": 8, "memory": 0.5}, "num_blocks, memory: expected one of them, got (8, 0.5)"),
+        ({"memory": "x"}, "memory: expected an int of bytes or a fraction above 0 and up to 1, got 'x'"),
+        ({"kv_dtype": "x"}, "kv_dtype: expected None, torch.float32, torch.float16 or torch.bfloat16, got 'x'"),
+        (
+            {"kv_dtype": torch.int8},
+            "kv_dtype: expected None, torch.float32, torch.float16 or torch.bfloat16, got torch.int8",
+        ),
+        ({"pool": "x"}, "pool: expected a pagedkv.hf.pool.Pool or None, got 'x'"),
+    ],
+    ids=str,
+)
+def test_settings_are_refused_by_name(settings, message):
+    with pytest.raises(InvalidArgumentError, match=f"^{re.escape(message)}$"):
+        pagedkv.PagedCache(tiny().config, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"num_blocks": 8}, {"memory": 0.5}, {"kv_dtype": torch.float16}, {"block_size": 8}]
+)
+def test_a_shared_pool_excludes_settings(settings):
+    pool = Pool(8, 4)
+    with pytest.raises(InvalidArgumentError, match=f"^pool, {next(iter(settings))}: expected one of them, got "):
+        pagedkv.PagedCache(tiny().config, pool=pool, **settings)
+    assert pagedkv.PagedCache(tiny().config, pool=pool, block_size=4).pool is pool
+
+
+@pytest.mark.parametrize("settings", [{"kv_dtype": torch.int8}, {"block_size": "x"}, {"num_blocks": None}])
+def test_settings_of_a_pool_are_refused_by_name(settings):
+    with pytest.raises(InvalidArgumentError, match=f"^{next(iter(settings))}: expected "):
+        Pool(**{"num_blocks": 8, "block_size": 4, **settings})
 
 
 def test_layers_that_cache_something_else_are_refused():

@@ -13,11 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
 
+from ..errors import refused
 from .layers import PagedHybridLayer, PagedLayer
 from .masks import active
 from .pool import Pool, Window
 from .rows import free_sequences
-from .sizing import blocks_for, estimated_block_bytes
+from .sizing import blocks_for, check_settings, estimated_block_bytes
 from .state import PagedState
 
 # up to 5.23 crop() also took the length to keep
@@ -30,6 +31,7 @@ _LAYER_CLASSES: dict[str, type] = {
     "hybrid": PagedHybridLayer,
     "hybrid_sliding": PagedHybridLayer,
 }
+_BLOCK_SIZE = 16
 _SHARED = ("state", "step", "key_cache", "value_cache")  # by copies of a layer
 _WINDOWED = ("sliding_attention", "chunked_attention", "hybrid_sliding")
 _NATIVE = ("conv", "linear_attention", "dummy", "moe", "mlp")
@@ -57,6 +59,17 @@ def layer_windows(config: PreTrainedConfig) -> list[Window]:
     return list(dict.fromkeys(windows)) or [None]
 
 
+def _check_shared(pool: Any, block_size: int, **settings: Any) -> None:
+    """Raise InvalidArgumentError for what is no pool, and for settings beside one, which has its own."""
+    if not isinstance(pool, Pool):
+        raise refused("pool", "a pagedkv.hf.pool.Pool or None", pool)
+    if block_size != pool.block_size and block_size != _BLOCK_SIZE:  # the default may stand beside any pool
+        settings["block_size"] = block_size
+    for name, value in settings.items():
+        if value is not None:
+            raise refused(f"pool, {name}", "one of them", (pool, value))
+
+
 class PagedCache(Cache):  # type: ignore[misc]
     """Keys and values in blocks, for ``generate(..., cache=...)`` or a forward of a model with ``"pagedkv"`` attention.
 
@@ -72,6 +85,7 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     Raises:
         NotImplementedError: a layer keeps something that blocks do not hold; the message names it.
+        InvalidArgumentError: a setting is out of its range, or settings exclude one another.
         OutOfBlocksError: in a forward that the pool has too few blocks for; nothing was changed.
     """
 
@@ -79,12 +93,13 @@ class PagedCache(Cache):  # type: ignore[misc]
         self,
         config: PreTrainedConfig,
         *,
-        block_size: int = 16,
+        block_size: int = _BLOCK_SIZE,
         num_blocks: int | None = None,
         memory: int | float | None = None,
         kv_dtype: torch.dtype | None = None,
         pool: Pool | None = None,
     ) -> None:
+        block_size, num_blocks = check_settings(block_size, num_blocks, memory, kv_dtype)
         kinds, windows = layer_kinds(config), layer_windows(config)
         if pool is None:
             text = config.get_text_config(decoder=True)
@@ -93,6 +108,8 @@ class PagedCache(Cache):  # type: ignore[misc]
                 num_blocks = blocks_for(estimated_block_bytes(text, block_size, kv_dtype), memory, device)
             max_length = getattr(text, "max_position_embeddings", None) or 2048
             pool = Pool(num_blocks, block_size, windows, max_length=max_length, kv_dtype=kv_dtype)
+        else:
+            _check_shared(pool, block_size, num_blocks=num_blocks, memory=memory, kv_dtype=kv_dtype)
         self.config = config
         layers = []
         for kind, kwargs in kinds:

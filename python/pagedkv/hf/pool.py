@@ -11,6 +11,7 @@ from torch import Tensor
 from ..block_table import BlockTable
 from ..cache import LayerSpec, PagedKVCache
 from ..manager import GroupSpec, KVCacheManager
+from .sizing import check_settings
 from .tags import TAG, MaskTag
 
 Window = int | None
@@ -48,6 +49,7 @@ class Pool:
         watermark: float = 0.0,
         num_host_blocks: int = 0,
     ) -> None:
+        check_settings(block_size, num_blocks, None, kv_dtype)
         groups = [GroupSpec() if window is None else GroupSpec("sliding", window) for window in windows]
         self.manager = KVCacheManager(
             num_blocks,
@@ -57,13 +59,13 @@ class Pool:
             num_host_blocks=num_host_blocks,
             groups=groups,
         )
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_blocks = self.manager.pool.num_blocks
+        self.block_size = self.manager.block_size
         self.windows = list(windows)
         self.kv_dtype = kv_dtype
         self.prefix_caching = prefix_caching
         self.num_host_blocks = num_host_blocks
-        self.table_width = max(1, min(num_blocks - 1, -(-max_length // block_size)))
+        self.table_width = max(1, min(self.num_blocks - 1, -(-max_length // self.block_size)))
         self.peak_used_blocks = 0
         self.new_seq_id = itertools.count().__next__
         self._stores: dict[tuple[int, LayerSpec], PagedKVCache] = {}
