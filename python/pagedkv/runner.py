@@ -41,6 +41,7 @@ _PROBE_LENGTHS = (7, 4)  # over one block and within one, at the probe's block s
 _PROBE_CHUNK = 3
 _TRACED_TOKENS = 16  # kernels are chosen for so many: decode of few sequences is what waits for the weights
 _MIN_TOKENS = 2  # of a compiled forward: Dynamo takes sizes of 1 for constants
+_MIN_ROOM = 4  # tokens of the buffers: T and L are traced as 4 and 2, as equal sizes would count as one size
 
 Forward = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -198,14 +199,14 @@ class Runner:
         windows = cache.pool.windows
         self.pool = Pool(num_blocks, block_size, windows, max_length=self.max_length, kv_dtype=kv_dtype, **options)
         width = self.pool.table_width
-        self.tables = [BlockTable(max_num_seqs, width, max_num_tokens, block_size, device=self.device) for _ in windows]
+        size, on_cpu = max(max_num_tokens, _MIN_ROOM), self.device.type == "cpu"
+        self.tables = [BlockTable(max_num_seqs, width, size, block_size, device=self.device) for _ in windows]
         self._steps = {(group, self.device): PackedStep() for group in range(len(windows))}
         self._state = PackedState(self.pool, cache.state.layers, self._steps)
         cache._bind(self._state)
         for layer in self._state.layers:
             layer.mode = PAGED
         self._cache = cache
-        size, on_cpu = max(max_num_tokens, _MIN_TOKENS), self.device.type == "cpu"
         self._host_tokens = torch.zeros((2, size), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._tokens: npt.NDArray[np.int64] = self._host_tokens.numpy()  # ids, positions
         self._device_tokens = self._host_tokens if on_cpu else torch.zeros_like(self._host_tokens, device=self.device)
@@ -313,9 +314,7 @@ class Runner:
         self._is_one_graph = self.device.type == "cpu"
         self._bind_decode()
         size = min(_TRACED_TOKENS, len(self._tokens[0]))
-        # sizes that are equal while they are traced count as one size: L is not T
-        num_logits = _MIN_TOKENS + 1 if size == _MIN_TOKENS else max(_MIN_TOKENS, size // 2)
-        rows = torch.arange(num_logits, device=self.device)
+        rows = torch.arange(size // 2, device=self.device)
         inputs = self._views(size, None, rows) if self._is_one_graph else self._inputs[self._sizes[-1]]
         for _ in track(["one graph"], "compiling", progress):
             with options:

@@ -75,6 +75,16 @@ def test_engines_do_not_take_each_others_graphs(compiled):
             engine.generate([[1, 2, 3]], max_new_tokens=2)
 
 
+@pytest.mark.parametrize("most", [1, 2])
+def test_compiled_steps_of_one_and_two_tokens(make_engine, most):
+    """Fewer tokens than a graph is traced with."""
+    from .conftest import build_llama
+
+    model = build_llama(num_hidden_layers=1)
+    engine = make_engine(model, max_num_seqs=most, max_num_batched_tokens=most, compile=True)
+    assert_native(model, engine.generate(prompts(3, 1, 6), max_new_tokens=6), max_new_tokens=6)
+
+
 def test_captured_graphs_are_replayed_per_bucket(llama, make_engine, monkeypatch):
     """The path of a CUDA device, with graphs that compute again when they are replayed."""
     captured = []
