@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagedkv.allocation import Plan, Request, apply_plan, make_plan
-from pagedkv.errors import CommitError, DuplicateSequenceError, InvalidArgumentError, UnknownSequenceError
+from pagedkv.errors import CommitError, DuplicateSequenceError, InvalidArgumentError, UnknownSequenceError, refused
 from pagedkv.publishing import check_arrived, publish
 
 if TYPE_CHECKING:
@@ -137,6 +137,8 @@ def _states(manager: KVCacheManager, seq_ids: Sequence[Hashable]) -> list[Sequen
         seqs = [sequences[seq_id] for seq_id in seq_ids]
     except KeyError as error:
         raise UnknownSequenceError(f"sequence {error.args[0]!r} is unknown: never added, or freed") from None
+    except TypeError:
+        raise refused("seq_ids", "a sequence of hashable ids", seq_ids) from None
     if len(set(seq_ids)) != len(seqs):
         raise DuplicateSequenceError("seq_ids: an id is named twice")
     return seqs

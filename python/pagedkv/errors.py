@@ -44,6 +44,14 @@ def boolean(name: str, value: Any) -> bool:
     return value
 
 
+def listed(name: str, value: Any, expected: str) -> list[Any]:
+    """`value` as a list; what can not be iterated is an InvalidArgumentError that says so."""
+    try:
+        return list(value)
+    except TypeError:
+        raise refused(name, expected, value) from None
+
+
 class UnknownSequenceError(PagedKVError, LookupError):
     """No sequence of that id: never added, or freed already."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from pagedkv.errors import InvalidArgumentError, integer
+from pagedkv.errors import InvalidArgumentError, integer, listed, refused
 
 MAX_BLOCK_SIZE = 2**31 - 1  # the kernels count a sequence's keys in 32 bits
 
@@ -76,10 +76,14 @@ class Group:
         return min(self.first_visible(num_blocks * self.block_size) // self.block_size, num_blocks - 1)
 
 
-def resolve_groups(specs: Sequence[GroupSpec], block_size: int) -> tuple[list[Group], int, int]:
+def resolve_groups(specs: Any, block_size: int) -> tuple[list[Group], int, int]:
     """Groups, the tokens hashed at once (greatest common divisor), the granularity of hits (least common multiple)."""
+    specs = listed("groups", specs, "a sequence of GroupSpecs")
     if not specs:
         raise InvalidArgumentError("groups: expected at least one GroupSpec, got none")
+    for spec in specs:
+        if not isinstance(spec, GroupSpec):
+            raise refused("groups", "GroupSpecs", spec)
     groups = [Group(spec, block_size) for spec in specs]
     sizes = [group.block_size for group in groups]
     chunk = math.gcd(*sizes)

@@ -19,7 +19,10 @@ from pagedkv.errors import (
     ReleasedPositionError,
     TruncationError,
     UnknownSequenceError,
+    boolean,
     integer,
+    listed,
+    refused,
 )
 from pagedkv.explain import PrefixExplanation, explain_prefix
 from pagedkv.groups import MAX_BLOCK_SIZE, GroupSpec, resolve_groups
@@ -81,6 +84,10 @@ class KVCacheManager:
     ) -> None:
         block_size = integer("block_size", block_size, 1, maximum=MAX_BLOCK_SIZE)
         num_host_blocks = integer("num_host_blocks", num_host_blocks, 0, maximum=MAX_BLOCKS)
+        boolean("enable_prefix_caching", enable_prefix_caching)
+        boolean("partial_hits", partial_hits)
+        boolean("record_events", record_events)
+        boolean("causal", causal)
         if not isinstance(watermark, int | float) or not 0.0 <= watermark < 1.0:
             raise InvalidArgumentError(f"watermark: expected a fraction in [0, 1), got {watermark!r}")
         if groups is not None and sliding_window is not None:
@@ -90,7 +97,7 @@ class KVCacheManager:
         if partial_hits and not enable_prefix_caching:
             raise InvalidArgumentError("partial_hits: expected False without prefix caching")
         alone = GroupSpec() if sliding_window is None else GroupSpec("sliding", sliding_window)
-        self.groups, chunk, step = resolve_groups([alone] if groups is None else list(groups), block_size)
+        self.groups, chunk, step = resolve_groups([alone] if groups is None else groups, block_size)
         if partial_hits and step != chunk:
             raise InvalidArgumentError("partial_hits: expected groups of one block size")
         self.block_size = block_size
@@ -140,8 +147,7 @@ class KVCacheManager:
         Raises:
             DuplicateSequenceError: the id is in use.
         """
-        if seq_id in self.sequences:
-            raise DuplicateSequenceError(f"sequence {seq_id!r} exists")
+        self._check_new(seq_id)
         tokens = pack_tokens(token_ids)
         seq = SequenceState(seq_id, _keys(extra_keys, cache_salt), array("q"), 0, len(self.groups))
         seq.extend(tokens)
@@ -302,8 +308,7 @@ class KVCacheManager:
             DuplicateSequenceError: the child's id is in use.
         """
         parent = self._get(parent_id)
-        if child_id in self.sequences:
-            raise DuplicateSequenceError(f"sequence {child_id!r} exists")
+        self._check_new(child_id)
         self.sequences[child_id] = share(self, parent, child_id)
 
     def reorder(self, seq_ids: Sequence[SeqId], parents: Sequence[int]) -> None:
@@ -313,10 +318,11 @@ class KVCacheManager:
             DuplicateSequenceError: an id is named twice.
             InvalidArgumentError: another number of parents than ids, or an index out of range.
         """
-        indices = [_count("parents", parent) for parent in parents]
+        indices = [_count("parents", parent) for parent in listed("parents", parents, "a sequence of indices")]
+        seq_ids = listed("seq_ids", seq_ids, "a sequence of ids")
         old = [self._get(seq_id) for seq_id in seq_ids]
         if len(set(seq_ids)) != len(old):
-            raise DuplicateSequenceError(f"seq_ids: an id is named twice in {list(seq_ids)!r}")
+            raise DuplicateSequenceError(f"seq_ids: an id is named twice in {seq_ids!r}")
         if len(indices) != len(old) or any(index >= len(old) for index in indices):
             raise InvalidArgumentError(f"parents: expected {len(old)} indices into seq_ids, got {indices!r}")
         shared = [share(self, old[index], seq_id) for seq_id, index in zip(seq_ids, indices, strict=True)]
@@ -377,7 +383,7 @@ class KVCacheManager:
 
     def stats(self, bytes_per_block: int | None = None) -> KVCacheStats:
         """Counters and what the used blocks hold now; bytes where the size of a block over all layers is given."""
-        return collect_stats(self, bytes_per_block)
+        return collect_stats(self, None if bytes_per_block is None else _count("bytes_per_block", bytes_per_block))
 
     def explain(self, seq_id: SeqId) -> PrefixExplanation:
         """Why the sequence's prefix was not served from the cache any further than it was."""
@@ -388,14 +394,26 @@ class KVCacheManager:
         check_manager(self)
 
     def _get(self, seq_id: SeqId) -> SequenceState:
-        seq = self.sequences.get(seq_id)
-        if seq is None:
-            raise UnknownSequenceError(f"sequence {seq_id!r} is unknown: never added, or freed")
-        return seq
+        try:
+            return self.sequences[seq_id]
+        except KeyError:
+            raise UnknownSequenceError(f"sequence {seq_id!r} is unknown: never added, or freed") from None
+        except TypeError:
+            raise refused("seq_id", "a hashable id", seq_id) from None
+
+    def _check_new(self, seq_id: SeqId) -> None:
+        try:
+            exists = seq_id in self.sequences
+        except TypeError:
+            raise refused("seq_id", "a hashable id", seq_id) from None
+        if exists:
+            raise DuplicateSequenceError(f"sequence {seq_id!r} exists")
 
 
 def _keys(extra_keys: ExtraKeys, cache_salt: Any) -> KeySet:
-    return KeySet(extra_keys, cache_salt) if extra_keys or cache_salt is not None else NO_KEYS
+    if not extra_keys and cache_salt is None:
+        return NO_KEYS
+    return KeySet(listed("extra_keys", extra_keys, "a sequence of tuples"), cache_salt)
 
 
 def _count(name: str, value: int) -> int:

@@ -19,6 +19,7 @@ from pagedkv.errors import InvalidArgumentError
 
 TOKEN_BYTES = 8
 _SIGN_BYTE = TOKEN_BYTES - 1 if sys.byteorder == "little" else 0
+_NOT_IDS = (str, bytes, bytearray, set, frozenset, dict)  # have a length and items, but no order of token ids
 HashFn = Callable[[bytes], bytes]
 ExtraKeys = Sequence[tuple[Any, ...]]
 Extras = tuple[tuple[bytes, int], ...]  # (encoded pair, first position in the chunk it concerns), sorted
@@ -46,8 +47,8 @@ def pack_tokens(token_ids: Any, name: str = "token_ids") -> array[int] | int:
         if token_ids < 0:
             raise InvalidArgumentError(f"{name}: expected ids or a count of at least 0, got {token_ids}")
         return token_ids
-    if isinstance(token_ids, str | bytes | bytearray):
-        raise InvalidArgumentError(f"{name}: expected ints, got {type(token_ids).__name__}")
+    if type(token_ids) is not list and isinstance(token_ids, _NOT_IDS):
+        raise InvalidArgumentError(f"{name}: expected a sequence of ints, got {type(token_ids).__name__}")
     try:
         # half the time of array("q", token_ids)
         packed = struct.pack(f"{len(token_ids)}q", *token_ids)
