@@ -30,8 +30,9 @@ class Engine(EngineCore):
 
     Args:
         model: its layers need no more per token than its position and the keys and values before it. Its weights and
-            its other uses are left alone; with ``compile`` requests are refused once weights or adapters have changed
-            (writes through ``.data`` are not noticed).
+            its other uses are left alone, but for calls in other threads while a step runs (those of other engines and
+            of ``patch`` wait). With ``compile`` requests are refused once weights or adapters have changed (writes
+            through ``.data`` are not noticed).
         tokenizer: for prompts and results as text; prompts can be token ids without one.
         num_blocks, memory: blocks of the pool, the null block included; or (not both) its bytes, or the fraction of
             free memory.

@@ -303,6 +303,28 @@ def test_threads_take_turns():
     assert pagedkv.pool(model).used_blocks == 0
 
 
+def test_engines_and_a_patch_on_one_model_take_turns():
+    model = tiny("llama")
+    inputs = [ragged([5 + i]) for i in range(3)]
+    expected = [generate(model, one, max_new_tokens=30) for one in inputs]
+    engines = [pagedkv.Engine(model, num_blocks=64, block_size=4) for _ in range(2)]
+    pagedkv.patch(model, num_blocks=64)
+
+    def serve(engine):
+        for one, tokens in zip(3 * inputs, 3 * expected, strict=True):
+            prompt = one["input_ids"][0].tolist()
+            result = engine.generate([prompt], max_new_tokens=30, do_sample=False, eos_token_id=None)[0]
+            assert prompt + result.token_ids == tokens[0].tolist()
+
+    def run():
+        for one, tokens in zip(3 * inputs, 3 * expected, strict=True):
+            assert torch.equal(generate(model, one, max_new_tokens=30), tokens)
+
+    with ThreadPoolExecutor(3) as threads:
+        for future in [threads.submit(run), *(threads.submit(serve, engine) for engine in engines)]:
+            future.result()
+
+
 def test_a_model_already_set_to_pagedkv_can_be_patched(inputs):
     model = tiny("llama")
     expected = generate(model, inputs)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from models import ragged, tiny
 
 import pagedkv
+from pagedkv.hf.methods import ATTRIBUTE
 
 SYSTEM = torch.arange(2, 42)  # 10 blocks of 4
 
@@ -38,6 +41,10 @@ def model():
 
 def patch(model):
     return pagedkv.patch(model, num_blocks=256, block_size=4, prefix_caching=True)
+
+
+def patch_of(model):
+    return model.__dict__[ATTRIBUTE]
 
 
 def generate(model, inputs, **kwargs):
@@ -103,6 +110,63 @@ def test_clear_prefix_cache(model):
     generate(model, inputs)
     generate(model, inputs)
     assert [computed.calls[0], computed.calls[3]] == [41, 1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("where", ["embedding", "first layer", "last layer"])
+def test_a_prefill_that_failed_leaves_nothing_to_find(family, where):
+    model = tiny(family)
+    inputs = prompts([50, 51, 52])
+    expected = generate(model, inputs)
+    patch(model)
+    layers = model.model.layers
+    module = {"embedding": model.get_input_embeddings(), "first layer": layers[0], "last layer": layers[-1]}[where]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = module.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, inputs)
+    handle.remove()
+    computed = Computed(model)
+    assert torch.equal(generate(model, inputs), expected)
+    assert computed.take()[0] == 43
+    assert torch.equal(generate(model, inputs), expected)
+    assert computed.take()[0] < 43
+    assert pagedkv.pool(model).used_blocks == 0
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_tokens_given_to_forward_after_generate_are_found_if_their_keys_are_there(model, fails):
+    """The sixth forward, of the 46th token, fails in its last layer; the user goes on with the cache all the same."""
+    inputs = prompts([50])
+    tail = torch.arange(60, 75)[None]
+    calls = []
+
+    def interrupt(*_):
+        calls.append(0)
+        if len(calls) == 6 and fails:
+            raise KeyboardInterrupt
+
+    first = generate(model, inputs, max_new_tokens=6)
+    given = torch.cat([first[:, :-1], tail], 1)
+    asked = {"input_ids": torch.cat([given, tail], 1)}
+    expected = generate(model, asked)
+    patch(model)
+    name, cache = patch_of(model).cache_name, patch_of(model).new_cache(model)
+    handle = model.model.layers[-1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
+        generate(model, inputs, max_new_tokens=6, **{name: cache})
+    handle.remove()
+    with torch.no_grad():
+        for token in tail[0]:
+            model(token.view(1, 1), **{name: cache})
+    cache.reset()
+    computed = Computed(model)
+    assert torch.equal(generate(model, asked), expected)
+    found = asked["input_ids"].shape[1] - computed.take()[0]
+    assert found == (44 if fails else given.shape[1] // 4 * 4)
 
 
 def test_adapters_do_not_share():

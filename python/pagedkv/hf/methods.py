@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -36,6 +37,17 @@ def placement(model: PreTrainedModel) -> Any:
     return {(parameter.device, parameter.dtype) for parameter in model.parameters()}
 
 
+class _Turn:
+    """Whose turn it is with a model: its attention is switched for all of its patches and engines at once."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.depth = 0
+
+
+_TURNS: WeakKeyDictionary[PreTrainedModel, _Turn] = WeakKeyDictionary()
+
+
 class Patch:
     """What a patched model carries: the pool, the layers' modes, and the switch of its attention."""
 
@@ -51,8 +63,7 @@ class Patch:
         self.pool: Pool
         self.compiled: CompiledStep | None = None
         self.prefix = prefix.PrefixKeys()
-        self._depth = 0
-        self._lock = threading.RLock()
+        self._turn = _TURNS.setdefault(model, _Turn())
         self._local = threading.local()
 
     def set_pool(self, model: PreTrainedModel, num_blocks: int, block_size: int, prefix_caching: bool) -> None:
@@ -114,19 +125,19 @@ class _Attention:
 
     @untraced
     def __enter__(self) -> None:
-        patch = self._patch
-        patch._lock.acquire()  # the buffers of a decode step and the pool serve one call at a time: threads take turns
-        patch._depth += 1
-        if patch._depth == 1:
+        patch, turn = self._patch, self._patch._turn
+        turn.lock.acquire()  # the buffers of a decode step and the pool serve one call at a time: threads take turns
+        turn.depth += 1
+        if turn.depth == 1:
             patch._switch([masks.NAME] * len(patch.configs))
 
     @untraced
     def __exit__(self, *exc: object) -> None:
-        patch = self._patch
-        patch._depth -= 1
-        if patch._depth == 0:
+        patch, turn = self._patch, self._patch._turn
+        turn.depth -= 1
+        if turn.depth == 0:
             patch._switch(patch.implementations)
-        patch._lock.release()
+        turn.lock.release()
 
 
 class _PatchedMethods:
@@ -211,7 +222,7 @@ def _plan(
             patch.teach(model, cache)  # the caller made it
             if patch.compiled is not None:
                 patch.compiled.follow_weights()
-        if ids is not None and (state.token_ids is None or state.seen == 0):
+        if ids is not None:
             state.token_ids = ids
         mask = kwargs.get("attention_mask")
         # attention follows a dense mask that others make: columns are kept as they are, padding included

@@ -231,9 +231,9 @@ class Rows:
     def _free(self) -> None:
         free_sequences(self.pool, self.seqs)
 
-    def free(self) -> None:
-        """Give back every block. Full blocks stay findable where prefix caching is on."""
-        if self.pool.prefix_caching and self.seqs:
+    def free(self, publish: bool) -> None:
+        """Give back every block. Full blocks stay findable where prefix caching is on, if asked to publish the last."""
+        if publish and self.pool.prefix_caching and self.seqs:
             self.settle()
         self._free()
 

@@ -65,11 +65,17 @@ class PagedState:
         self._batch = 0
         self._dense = False
         self._packing: Packing | None = None
+        self._failed = False  # a forward ended early: keys that rows count are missing
 
     @property
     def is_pending(self) -> bool:
         """A forward is planned and no layer has taken part in it."""
         return self.query_length > 0 and not any(layer.done for layer in self.layers)
+
+    @property
+    def _is_unfinished(self) -> bool:
+        """Some layer has not written the keys of the planned forward."""
+        return self.query_length > 0 and not all(layer.done for layer in self.layers if layer.spec is not None)
 
     @property
     def batch(self) -> int:
@@ -113,13 +119,15 @@ class PagedState:
                 self._set_dense(dense or self._dense)
                 return
             self.rollback(self.query_length)
-        self._advance()
+        self._advance(failed=self._is_unfinished)
         rows = self._rows(batch)
         valid = self._new_valid(attention_mask, query_length)
         ids = self._new_ids(batch, query_length)
         if not rows.is_split and (query_length == 1 or not _rows_equal(ids, valid, self.copies)):
             rows.split()
-        rows.hold = any(getattr(layer, "record_past", False) and layer.is_sliding for layer in self.layers)
+        rows.hold = self._failed or any(
+            getattr(layer, "record_past", False) and layer.is_sliding for layer in self.layers
+        )
         starts = rows.lengths.copy()
         held = rows.grow(valid.sum(1), _real_ids(ids, valid) if self.pool.prefix_caching else None)
         self.pool.fit_tables(max(len(ids) for blocks in rows.blocks for ids in blocks))
@@ -153,7 +161,8 @@ class PagedState:
             self._fill_step(step, group, device)
         return tokens, last
 
-    def _advance(self) -> None:
+    def _advance(self, failed: bool) -> None:
+        self._failed |= failed
         self.columns += self.query_length
         self.query_length = 0
 
@@ -227,7 +236,7 @@ class PagedState:
         Raises:
             ReleasedPositionError: a window has given back what the next token would see.
         """
-        self._advance()
+        self._advance(failed=self._is_unfinished and columns < self.query_length)
         columns = min(columns, self.columns)
         if not columns or self.rows is None:
             return
@@ -257,7 +266,8 @@ class PagedState:
     def clear(self) -> None:
         """Give back every block."""
         if self.rows is not None:
-            self.rows.free()
+            self.rows.free(publish=not (self._failed or self._is_unfinished))
+        self._failed = False
         self.rows, self._valid, self._steps = None, [], {}
         self.columns = self.query_length = 0
         for layer in self.layers:
