@@ -2,8 +2,9 @@
 
     python examples/serve_batch.py [--model DIR] [--dtype bfloat16] [--compile] [--blocks N] [--new-tokens N] [--plain]
 
-Requests share a system prompt, come with two priorities, and the pool is small, so that hits and preemption show. The
-table has each request's state and the text so far; below it tokens per second, and the blocks in use.
+Requests share a system prompt, come with two priorities, and the pool is small, so that hits show, and preemption where
+answers are long. The table has each request's state and the text so far; below it tokens per second, and the blocks in
+use.
 """
 
 from __future__ import annotations
