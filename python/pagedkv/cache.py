@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 import pagedkv_ops
+from pagedkv.block_pool import MAX_BLOCKS
+from pagedkv.errors import integer, listed, refused
+from pagedkv.groups import MAX_BLOCK_SIZE
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -48,7 +51,8 @@ class PagedKVCache:
         key_caches, value_caches: per layer, the logical [num_blocks, block_size, num_kv_heads, head_size] views.
 
     Raises:
-        ValueError: a size below 1, an unknown layout, groups that do not name each layer once or pair unequal layers.
+        InvalidArgumentError: a size or a type that is not accepted, an unknown layout, groups that do not name each
+            layer once or pair unequal layers.
     """
 
     def __init__(
@@ -61,27 +65,18 @@ class PagedKVCache:
         layout: str = "HND",
         num_host_blocks: int = 0,
     ) -> None:
-        if num_blocks < 2 or block_size < 1 or not layers:
-            raise ValueError(
-                "PagedKVCache: num_blocks must be at least 2 (one is the null block), block_size at least 1 and layers "
-                f"not empty, got {num_blocks}, {block_size} and {len(layers)} layers"
-            )
-        for spec in layers:
-            if min(spec.num_kv_heads, spec.head_size) < 1 or not spec.dtype.is_floating_point:
-                raise ValueError(
-                    f"PagedKVCache: layers must have at least 1 head of size 1 in a float type, got {spec}"
-                )
+        self.num_blocks = integer("num_blocks", num_blocks, 2, " (one is the null block)", maximum=MAX_BLOCKS)
+        self.block_size = integer("block_size", block_size, 1, maximum=MAX_BLOCK_SIZE)
+        self.num_host_blocks = integer("num_host_blocks", num_host_blocks, 0, maximum=MAX_BLOCKS)
         if layout not in ("HND", "NHD"):
-            raise ValueError(f"PagedKVCache: layout must be HND or NHD, got {layout}")
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.layers = list(layers)
+            raise refused("layout", "'HND' or 'NHD'", layout)
         self.layout = layout
-        self.num_host_blocks = num_host_blocks
+        self.layers: list[LayerSpec] = listed("layers", layers, "a sequence of LayerSpecs")
+        _check_layers(self.layers)
         self._storage = _storage_plan(self.layers, groups)
-        pairs = [self._allocate(num_blocks, self.layers[plan[0]]) for plan in self._storage]
-        self.key_caches: list[Tensor] = [torch.empty(0)] * len(layers)
-        self.value_caches: list[Tensor] = [torch.empty(0)] * len(layers)
+        pairs = [self._allocate(self.num_blocks, self.layers[plan[0]]) for plan in self._storage]
+        self.key_caches: list[Tensor] = [torch.empty(0)] * len(self.layers)
+        self.value_caches: list[Tensor] = [torch.empty(0)] * len(self.layers)
         for plan, (key_cache, value_cache) in zip(self._storage, pairs, strict=True):
             for layer in plan:
                 self.key_caches[layer], self.value_caches[layer] = key_cache, value_cache
@@ -174,16 +169,32 @@ class PagedKVCache:
         return by_device
 
 
+def _check_layers(layers: list[LayerSpec]) -> None:
+    if not layers:
+        raise refused("layers", "at least one LayerSpec", layers)
+    for i, spec in enumerate(layers):
+        if not isinstance(spec, LayerSpec):
+            raise refused(f"layers[{i}]", "a LayerSpec", spec)
+        for name in ("num_kv_heads", "head_size", "v_head_size"):
+            size = getattr(spec, name)
+            if size is not None or name != "v_head_size":
+                integer(f"layers[{i}].{name}", size, 1)
+        if spec.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise refused(f"layers[{i}].dtype", "torch.float32, torch.float16 or torch.bfloat16", spec.dtype)
+
+
 def _storage_plan(layers: Sequence[LayerSpec], groups: Sequence[Sequence[int]] | None) -> list[list[int]]:
     """Layer indices by pair of tensors: the i-th layers of all groups together."""
     if groups is None:
         return [[layer] for layer in range(len(layers))]
-    if sorted(layer for group in groups for layer in group) != list(range(len(layers))):
-        raise ValueError(f"PagedKVCache: groups must name each of {len(layers)} layers once, got {groups}")
+    expected = f"lists of indices that name each of {len(layers)} layers once"
+    groups = [listed("groups", group, expected) for group in listed("groups", groups, expected)]
+    if sorted(integer("groups", layer) for group in groups for layer in group) != list(range(len(layers))):
+        raise refused("groups", expected, groups)
     plan: list[list[int]] = []
     for i in range(max(len(group) for group in groups)):
         row = [group[i] for group in groups if i < len(group)]
         if any(layers[layer] != layers[row[0]] for layer in row):
-            raise ValueError(f"PagedKVCache: layers {row} share tensors but have unequal specs")
+            raise refused("groups", "equal specs of the layers that share tensors", [layers[layer] for layer in row])
         plan.append(row)
     return plan

@@ -129,18 +129,3 @@ def test_layers_of_groups_share_one_pair_of_tensors():
     assert cache.nbytes == 2 * 6 * 2 * SPEC.bytes_per_token()
     cache.copy([(1, 2), (2, 3)])  # each shared tensor once
     assert blocks(cache.key_caches[0]) == [0, 1, 1, 2, 4, 5]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "message"),
-    [
-        ((1, 4, [SPEC]), {}, "num_blocks must be at least 2"),
-        ((4, 4, []), {}, "layers not empty"),
-        ((4, 4, [SPEC]), {"layout": "hnd"}, "layout must be HND or NHD, got hnd"),
-        ((4, 4, [SPEC] * 2), {"groups": [[0], [0]]}, "must name each of 2 layers once"),
-        ((4, 4, [SPEC, LayerSpec(1, 8)]), {"groups": [[0], [1]]}, "unequal specs"),
-    ],
-)
-def test_bad_storage_plan(arguments, options, message):
-    with pytest.raises(ValueError, match=message):
-        PagedKVCache(*arguments, **options)
