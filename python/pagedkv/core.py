@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from .engine_checks import check_batch, check_tokenizer
-from .errors import IntegrityError, InvalidArgumentError
+from .engine_checks import check_batch, check_config, check_tokenizer
+from .errors import IntegrityError, InvalidArgumentError, integer
 from .hf.prefix import PrefixKeys
 from .prefix import encode
 from .requests import Prompt, Record, Request, check_fit, check_logprobs, check_priority, check_seed, encode_prompt
@@ -46,6 +46,7 @@ class EngineCore:
     ) -> None:
         max_num_seqs, max_num_batched_tokens = check_batch(max_num_seqs, max_num_batched_tokens)
         check_tokenizer(tokenizer)
+        check_config(model)
         _check_mode(model)
         self.model = model
         self.tokenizer = tokenizer
@@ -179,6 +180,7 @@ class EngineCore:
 
     def abort(self, request_id: int) -> bool:
         """Ends a request and frees its blocks, also from a callback; False if it is not there any more."""
+        request_id = integer("request_id", request_id)
         with self._lock:
             request = self._requests.get(request_id)
             if request is None:
@@ -430,7 +432,5 @@ def _end_stream(streamer: Any, result: Result) -> None:
 
 
 def _check_mode(model: Any) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise InvalidArgumentError(f"model: expected a transformers model, got {type(model).__name__}")
     if model.training:
         raise InvalidArgumentError("model: expected one in evaluation mode, call model.eval()")

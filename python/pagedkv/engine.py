@@ -19,7 +19,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import GenerationConfig
 
 from .core import EngineCore
-from .errors import InvalidArgumentError, integer
+from .errors import InvalidArgumentError, boolean, integer
 from .progress import generation_bar
 from .requests import Prompt, PromptError, Request, check_prompts
 from .results import NewToken, Result
@@ -77,6 +77,7 @@ class Engine(EngineCore):
             InvalidArgumentError: a prompt, named by its index, or a setting is refused; none was started then.
         """
         check_prompts(prompts)
+        boolean("progress", progress)
         configs: list[Any] = [generation_config] * len(prompts)
         if isinstance(generation_config, list | tuple):
             configs = list(generation_config)

@@ -5,9 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from .errors import InvalidArgumentError, boolean, integer, refused
 from .hf.sizing import check_settings
+
+
+def check_config(model: Any) -> None:
+    """Raises InvalidArgumentError for what is no module, or has no transformers config as models and wrappers have."""
+    if not isinstance(model, torch.nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        raise InvalidArgumentError(f"model: expected a transformers model, got {type(model).__name__}")
 
 
 def check_tokenizer(tokenizer: Any) -> None:

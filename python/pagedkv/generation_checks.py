@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ _ABOVE_0 = _Number(float, "a number above 0", lambda value: 0 < value < math.inf
 _FROM_0 = _Number(float, "a number of at least 0", lambda value: value >= 0)
 _FROM_0_TO_1 = _Number(float, "a number from 0 to 1", lambda value: 0 <= value <= 1)
 _ABOVE_0_TO_1 = _Number(float, "a number above 0, at most 1", lambda value: 0 < value <= 1)
-_COUNT = _Number(int, "an int of at least 0", lambda value: value >= 0 and value == int(value))
+_COUNT = _Number(int, "an int of at least 0", lambda value: value >= 0 and value % 1 == 0)
 
 _NUMBERS = {"max_time": _FROM_0, "repetition_penalty": _ABOVE_0, "encoder_repetition_penalty": _ABOVE_0}
 # of use in sampling alone: checkpoints and callers also leave values here that greedy generation never reads
@@ -39,6 +39,7 @@ _SAMPLING_NUMBERS = {
     "epsilon_cutoff": _FROM_0_TO_1,
     "eta_cutoff": _FROM_0_TO_1,
 }
+_LARGEST = 2**62  # of any int: sums with lengths stay in int64
 # the least that each may be
 _INTEGERS = {
     "max_new_tokens": 1,
@@ -66,7 +67,18 @@ _FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "do_sample": ("a bool", lambda value: isinstance(value, bool)),
     "renormalize_logits": ("a bool", lambda value: isinstance(value, bool)),
     "remove_invalid_values": ("a bool", lambda value: isinstance(value, bool)),
-    "stop_strings": ("a string or a list of them", lambda value: all(isinstance(text, str) for text in _listed(value))),
+    "early_stopping": ("a bool or 'never'", lambda value: isinstance(value, bool) or _is_same(value, "never")),
+    "token_healing": ("False", lambda value: value is False),
+    "guidance_scale": ("None or 1", lambda value: _is_number(value) and value == 1),
+    "bad_words_ids": (
+        "a list of lists of token ids",
+        lambda value: isinstance(value, list) and _are_words(value, list),
+    ),
+    "sequence_bias": ("{(ids): float} or [[[ids], float]]", lambda value: _are_biases(value)),
+    "stop_strings": (
+        "a string or a list of them",
+        lambda value: all(isinstance(text, str) for text in (value if isinstance(value, set) else _listed(value))),
+    ),
     "watermarking_config": ("a WatermarkingConfig", lambda value: isinstance(value, BaseWatermarkingConfig | dict)),
     "exponential_decay_length_penalty": (
         "(start, factor)",
@@ -100,7 +112,7 @@ def check_served(config: GenerationConfig | None, options: Mapping[str, Any], ow
     given = {**({} if config is None else vars(config)), **options}
     for name, (accepted, instead) in _NOT_SERVED.items():
         value = given.get(name)
-        if value not in accepted and value != getattr(own, name, None):
+        if not any(_is_same(value, known) for known in (*accepted, getattr(own, name, None))):
             raise refused(name, " or ".join(map(repr, accepted)) + f" ({instead})", value)
 
 
@@ -116,7 +128,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     given = {name: value for name, value in settings.items() if value is not None}
     for name, least in _INTEGERS.items():
         if name in given:
-            integer(name, given[name], least)
+            integer(name, given[name], least, maximum=_LARGEST)
     for name, (expected, holds) in _FORMS.items():
         if name in given and not holds(given[name]):
             raise refused(name, expected, given[name])
@@ -129,21 +141,48 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise refused(name, number.expected, given[name])
 
 
+def _is_same(value: Any, known: Any) -> bool:
+    """Equal and of one type: tensors and arrays, which no known value is, have no single answer to ==."""
+    return type(value) is type(known) and bool(value == known)
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    """A real number that a float can hold."""
+    if type(value) is bool or not isinstance(value, numbers.Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def _listed(value: Any) -> list[Any]:
     if isinstance(value, torch.Tensor):
         value = value.tolist()
-    return list(value) if isinstance(value, list | tuple | set) else [value]
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _is_id(value: Any) -> bool:
+    """An int of 64 bits."""
+    return type(value) is not bool and isinstance(value, numbers.Integral) and -(2**63) <= int(value) < 2**63
 
 
 def _are_token_ids(value: Any, expected: str) -> bool:
-    is_list = isinstance(value, list | tuple | set) or (isinstance(value, torch.Tensor) and value.dim() > 0)
-    if expected == (_ID if is_list else _LIST):
+    is_list = isinstance(value, list | tuple) or (isinstance(value, torch.Tensor) and value.dim() > 0)
+    return expected != (_ID if is_list else _LIST) and all(map(_is_id, _listed(value)))
+
+
+def _are_words(words: Collection[Any], kind: type[list[Any] | tuple[Any, ...]]) -> bool:
+    return bool(words) and all(isinstance(word, kind) and word and all(map(_is_id, word)) for word in words)
+
+
+def _are_biases(value: Any) -> bool:
+    if isinstance(value, dict):
+        return _are_words(value, tuple) and all(isinstance(bias, float) for bias in value.values())
+    if not isinstance(value, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
         return False
-    return all(isinstance(token, numbers.Integral) and not isinstance(token, bool) for token in _listed(value))
+    return _are_words([pair[0] for pair in value], list) and all(isinstance(pair[1], float) for pair in value)
 
 
 def convert_numbers(config: GenerationConfig) -> None:
@@ -165,7 +204,7 @@ def check_vocabulary(config: GenerationConfig, vocabulary: int) -> None:
         if name == "sequence_bias" and isinstance(value, list | tuple):  # [[ids, bias], ...], or {ids: bias}
             value = [entry[:1] for entry in value if isinstance(entry, list | tuple)]
         for token in _flat(value):
-            if isinstance(token, int) and not 0 <= token < vocabulary:
+            if isinstance(token, numbers.Integral) and not 0 <= int(token) < vocabulary:
                 raise refused(name, f"token ids in 0..{vocabulary - 1}", token)
 
 

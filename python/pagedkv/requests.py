@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import operator
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -70,12 +70,12 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
         prompt = tokenizer(prompt)["input_ids"]
     if isinstance(prompt, torch.Tensor) and prompt.dim() != 1:
         raise PromptError(f"prompt: expected token ids [T], got a tensor of shape {tuple(prompt.shape)}")
-    if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Iterable):
+    if isinstance(prompt, Mapping | Set | bytes) or not isinstance(prompt, Iterable):
         hint = "; pass the rows of its input_ids" if isinstance(prompt, Mapping) else ""
         raise PromptError(f"prompt: expected text or token ids, got {type(prompt).__name__}{hint}")
     given: list[Any] = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
     try:
-        ids = [operator.index(token) for token in given]
+        ids = [] if bool in map(type, given) else [operator.index(token) for token in given]
     except TypeError:
         ids = []
     if not ids or not 0 <= min(ids) <= max(ids) < vocabulary:
@@ -96,8 +96,8 @@ def check_prompts(prompts: Any) -> None:
         got = f"{type(prompts).__name__}; pass its input_ids"
     elif isinstance(prompts, str):
         got = "a string"
-    elif isinstance(prompts, torch.Tensor) and prompts.dim() == 1:
-        got = "a tensor [T] of token ids; pass [ids]"
+    elif isinstance(prompts, torch.Tensor) and prompts.dim() < 2:
+        got = f"a tensor of shape {tuple(prompts.shape)}; pass [ids] with ids [T]"
     elif not isinstance(prompts, Seq | torch.Tensor):
         got = type(prompts).__name__
     elif any(isinstance(prompt, int) for prompt in prompts):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,19 +87,11 @@ class Settings:
         processors = check_callables("logits_processor", processors)
         criteria = check_callables("stopping_criteria", criteria)
         check_served(config, options, model.generation_config)
-        check_settings(options)  # generate's own checks compare them with numbers first
         self.device = model.get_input_embeddings().weight.device
         self.logprobs = logprobs
-        try:
-            config = _merge(model, config, options, len(prompt), self.device)
-            _check(config, tokenizer)
-            self._build(model, tokenizer, config, prompt, processors, criteria)
-        except InvalidArgumentError:
-            raise
-        except Exception as error:  # from the checks that transformers has beside ours
-            raise InvalidArgumentError(
-                f"generation_config: expected settings that generate takes, got {type(error).__name__}: {error}"
-            ) from error
+        config = _merge(model, config, options, len(prompt), self.device)
+        _check(config, tokenizer)
+        self._build(model, tokenizer, config, prompt, processors, criteria)
 
     def _build(
         self,
@@ -113,13 +106,14 @@ class Settings:
         self.num_samples: int = config.num_return_sequences or 1
         self.do_sample: bool = bool(config.do_sample)
         reads_prompt = config.encoder_repetition_penalty or config.encoder_no_repeat_ngram_size
-        self.processors = model._get_logits_processor(
-            config,
-            input_ids_seq_length=len(prompt),
-            encoder_input_ids=_ids(prompt, self.device) if reads_prompt else None,
-            logits_processor=LogitsProcessorList(processors),
-            device=self.device,
-        )
+        with _checks_of_transformers():
+            self.processors = model._get_logits_processor(
+                config,
+                input_ids_seq_length=len(prompt),
+                encoder_input_ids=_ids(prompt, self.device) if reads_prompt else None,
+                logits_processor=LogitsProcessorList(processors),
+                device=self.device,
+            )
         self.is_plain = not self.processors and not self.do_sample
         self.key = self._key()
         eos = config._eos_token_tensor
@@ -127,7 +121,8 @@ class Settings:
         self.deadline = time.monotonic() + config.max_time if config.max_time is not None else None
         self.criteria = StoppingCriteriaList(criteria)
         if config.stop_strings:
-            self.criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
+            with _checks_of_transformers():
+                self.criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
         self.lookup: PromptLookupCandidateGenerator | None = None
         if config.prompt_lookup_num_tokens:
             self.lookup = PromptLookupCandidateGenerator(
@@ -166,6 +161,16 @@ class Settings:
         return found[0, len(tokens) : len(tokens) + room].tolist()
 
 
+@contextmanager
+def _checks_of_transformers() -> Iterator[None]:
+    """Its checks go beyond ours: what they refuse is the caller's, and any other exception is a fault."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        text = f"generation_config: expected settings that generate takes, got some that it refuses: {error}"
+        raise InvalidArgumentError(text) from error
+
+
 def _merge(
     model: PreTrainedModel,
     config: GenerationConfig | None,
@@ -174,28 +179,28 @@ def _merge(
     device: torch.device,
 ) -> GenerationConfig:
     """A config of its own for one request, with lengths and special tokens as `generate` prepares them."""
+    given = {} if config is None else {name: value for name, value in vars(config).items() if value is not None}
+    check_settings({**vars(model.generation_config), **given, **options})  # what generate compares with numbers at once
     given_length = options.get("max_length") or (config and config.max_length)
     given_min = options.get("min_length") or (config and config.min_length)
-    config, unknown = model._prepare_generation_config(config, **options)
+    with _checks_of_transformers():
+        config, unknown = model._prepare_generation_config(config, **options)
     if unknown:
         names = sorted(unknown)
         hint = "; num_return_sequences is the number of samples" if "n" in unknown else ""
         raise InvalidArgumentError(f"{', '.join(names)}: not an option of GenerationConfig or of add_request{hint}")
-    check_settings(vars(config))
     check_vocabulary(config, model.get_input_embeddings().num_embeddings)
     convert_numbers(config)
-    model._prepare_special_tokens(config, device=device)
-    return model._prepare_generated_length(config, not given_length, not given_min, "input_ids", num_prompt, None)
+    with _checks_of_transformers():
+        model._prepare_special_tokens(config, device=device)
+        return model._prepare_generated_length(config, not given_length, not given_min, "input_ids", num_prompt, None)
 
 
 def _check(config: GenerationConfig, tokenizer: Any) -> None:
-    mode = config.get_generation_mode()
+    with _checks_of_transformers():
+        mode = config.get_generation_mode()
     if mode not in _MODES or (mode == GenerationMode.ASSISTED_GENERATION and not config.prompt_lookup_num_tokens):
         raise InvalidArgumentError(f"generation_config: expected greedy, sampling or prompt lookup, got {mode.value}")
-    if config.guidance_scale is not None and config.guidance_scale != 1:
-        raise InvalidArgumentError(f"guidance_scale: expected None or 1, got {config.guidance_scale!r}")
-    if config.token_healing:
-        raise InvalidArgumentError(f"token_healing: expected False, got {config.token_healing!r}")
     if config.stop_strings and tokenizer is None:
         raise InvalidArgumentError("stop_strings: expected an Engine with a tokenizer, got one without")
     if config.exponential_decay_length_penalty is not None and config._eos_token_tensor is None:

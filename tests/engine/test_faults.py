@@ -261,7 +261,7 @@ def test_a_streamer_that_fails_at_the_end_is_reported_beside_the_tokens(llama, m
     ("given", "text"),
     [
         ([1, 2, 3], r"prompts: expected a list of prompts, got token ids; pass \[ids\]"),
-        (torch.tensor([1, 2, 3]), r"got a tensor \[T\] of token ids; pass \[ids\]"),
+        (torch.tensor([1, 2, 3]), r"got a tensor of shape \(3,\); pass \[ids\]"),
         ("text", "prompts: expected a list of prompts, got a string"),
         (BatchEncoding({"input_ids": [[1, 2]]}), "got BatchEncoding; pass its input_ids"),
         (5, "prompts: expected a list of prompts, got int"),

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pagedkv
 from pagedkv.errors import InvalidArgumentError
 from pagedkv.hf import UnsupportedModelError
 from pagedkv.results import StepOutput
+from pagedkv.sampling import Settings
 
 from .conftest import build_llama
 from .oracle import native
@@ -87,8 +89,8 @@ class _Own:
 
 _WRONG = {
     "max_time": ["x", -1, math.nan, True],
-    "temperature": ["x", 0, -1.0, math.nan, math.inf, True],
-    "top_k": ["x", -1, 2.5, True],
+    "temperature": ["x", 0, -1.0, math.nan, math.inf, True, 10**400],
+    "top_k": ["x", -1, 2.5, True, math.inf],
     "top_p": ["x", -0.1, 1.5, math.nan, True],
     "min_p": ["x", -0.1, 1.5, True],
     "top_h": ["x", 0, 1.5],
@@ -100,27 +102,28 @@ _WRONG = {
     "no_repeat_ngram_size": ["x", -1, 1.5],
     "encoder_no_repeat_ngram_size": ["x", -1],
     "max_new_tokens": ["x", 0, True],
+    "prompt_lookup_num_tokens": ["x", -1, 2**70],
     "min_new_tokens": ["x", -1],
     "num_beams": ["x", 0, 1.5],
     "do_sample": ["yes", 1],
     "renormalize_logits": ["yes"],
     "remove_invalid_values": ["yes"],
-    "eos_token_id": [1.5, "x", [1, "x"], True, torch.tensor([1.5])],
+    "eos_token_id": [1.5, "x", [1, "x"], True, torch.tensor([1.5]), {3}, 2**70],
     "bos_token_id": [1.5],
     "pad_token_id": ["x", [1]],
     "forced_bos_token_id": [101, -1, [1]],
-    "forced_eos_token_id": [1.5, 101, [1, 101]],
+    "forced_eos_token_id": [1.5, 101, [1, 101], np.int64(101)],
     "suppress_tokens": [5, ["x"]],
     "begin_suppress_tokens": [5, ["x"]],
-    "bad_words_ids": ["x", [1], [[101]]],
-    "sequence_bias": ["x", {(101,): 1.0}, [[[101], 1.0]]],
+    "bad_words_ids": ["x", [1], [[101]], [[np.int64(101)]], [[]], [["x"]], []],
+    "sequence_bias": ["x", {(101,): 1.0}, [[[101], 1.0]], {(np.int64(101),): 1.0}, {(1,): "x"}, [[1, 1.0]], {}],
     "exponential_decay_length_penalty": ["x", (1,), (1, "x"), (1, 1.1)],  # the last: without an eos token
     "stop_strings": [5, [5]],
     "watermarking_config": ["x"],
-    "early_stopping": ["x"],
+    "early_stopping": ["x", []],
     "guidance_scale": ["x", 1.5],
     "token_healing": ["x", True],
-    "use_cache": [False, "no"],
+    "use_cache": [False, "no", torch.tensor([True, False]), np.array([True, False])],
     "cache_implementation": ["static", "x"],
     "cache_config": [{"block_size": 4}],
     "max_cache_len": [64],
@@ -151,11 +154,40 @@ def test_a_setting_of_a_wrong_type_or_out_of_its_range_is_named(served, name, va
     options = {"max_new_tokens": 4, "do_sample": True} | {name: value}
     with pytest.raises(InvalidArgumentError) as error:
         served.add_request([1, 2, 3], **options)
-    text = str(error.value)
-    assert name in text
-    assert "expected" in text
-    assert "got" in text
+    assert re.match(rf"(extra_keys, )?{name}: expected .+, got ", str(error.value))
     assert served.stats().num_waiting == served.stats().num_prompt_tokens == 0
+
+
+def test_what_transformers_refuses_beside_these_is_the_callers_error_and_our_own_faults_are_not(served, monkeypatch):
+    with pytest.raises(InvalidArgumentError, match=r"^generation_config: expected settings that generate takes, got "):
+        served.add_request([1, 2, 3], watermarking_config={"unknown": 1})
+    monkeypatch.setattr(Settings, "_key", lambda self: {}[0])
+    with pytest.raises(KeyError):
+        served.add_request([1, 2, 3])
+
+
+def test_an_id_that_no_request_can_have_is_refused(served):
+    with pytest.raises(InvalidArgumentError, match=r"^request_id: expected an int, got \[1\]"):
+        served.abort([1])
+    assert served.abort(np.int64(10**6)) is False
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(2, 2).eval(), "llama", None])
+def test_what_is_no_transformers_model(model):
+    with pytest.raises(InvalidArgumentError, match=r"^model: expected a transformers model, got "):
+        pagedkv.Engine(model)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "text"),
+    [
+        (torch.tensor(5), {}, r"prompts: expected a list of prompts, got a tensor of shape \(\)"),
+        ([[1]], {"progress": "yes"}, "progress: expected a bool, got 'yes'"),
+    ],
+)
+def test_an_argument_of_generate_is_refused(served, prompts, options, text):
+    with pytest.raises(InvalidArgumentError, match=f"^{text}"):
+        served.generate(prompts, **options)
 
 
 def test_a_config_object_is_checked_like_options(served):
@@ -243,6 +275,9 @@ def test_an_argument_of_the_engine_is_refused_before_the_model_is_used(options):
         ("text", r"^prompts\[2\]: prompt: expected token ids"),
         (None, r"^prompts\[2\]: prompt: expected text or token ids, got NoneType"),
         ([1] * 600, r"^prompts\[2\]: prompt of 600 tokens"),
+        ([True], r"^prompts\[2\]: prompt: expected .*, got \[True\]"),
+        (torch.tensor([True]), r"^prompts\[2\]: prompt: expected .*, got \[True\]"),
+        ({3, 4}, r"^prompts\[2\]: prompt: expected text or token ids, got set"),
     ],
 )
 def test_a_bad_prompt_in_a_list_is_named_by_its_index_and_leaves_no_trace(llama, make_engine, bad, text):
