@@ -7,18 +7,21 @@ memory and nothing is copied. Addresses and shapes never change: a captured grap
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pagedkv.errors import InvalidArgumentError
+from pagedkv.errors import InvalidArgumentError, integer, refused
 
 NULL_BLOCK = 0
 PADDING_SLOT = -1
 
 Ints = Sequence[int] | npt.NDArray[np.integer]
+_IDS = f"a sequence of ints in 0..{2**31 - 1}"
+_NO_IDS: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class BlockTable:
@@ -38,7 +41,8 @@ class BlockTable:
         seq_lens [max_num_seqs] int32, cu_seqlens_q [max_num_seqs + 1] int32.
 
     Raises:
-        InvalidArgumentError: a size below 1; in the methods a row or a count that does not fit. Nothing changes then.
+        InvalidArgumentError: a size below 1; in the methods a row or a count that does not fit, and in `set_row` and
+            `append_row` what are no block ids. Nothing changes then.
     """
 
     def __init__(
@@ -50,18 +54,10 @@ class BlockTable:
         *,
         device: torch.device | str = "cpu",
     ) -> None:
-        for name, size in (
-            ("max_num_seqs", max_num_seqs),
-            ("max_num_blocks", max_num_blocks),
-            ("max_num_tokens", max_num_tokens),
-            ("block_size", block_size),
-        ):
-            if size < 1:
-                raise InvalidArgumentError(f"{name}: expected at least 1, got {size}")
-        self.max_num_seqs = max_num_seqs
-        self.max_num_blocks = max_num_blocks
-        self.max_num_tokens = max_num_tokens
-        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs = integer("max_num_seqs", max_num_seqs, 1)
+        self.max_num_blocks = max_num_blocks = integer("max_num_blocks", max_num_blocks, 1)
+        self.max_num_tokens = max_num_tokens = integer("max_num_tokens", max_num_tokens, 1)
+        self.block_size = integer("block_size", block_size, 1)
         self.device = torch.device(device)
         on_cuda = self.device.type == "cuda"
         # int64 slots first keeps them aligned; the table comes last, so that only its used rows are copied
@@ -100,11 +96,12 @@ class BlockTable:
 
     def set_row(self, row: int, block_ids: Ints) -> None:
         """Puts a whole table into a row; what the row held behind it is cleaned."""
-        count = len(block_ids)
+        ids = _checked(block_ids)
+        count = len(ids)
         self._check_row(row, count)
         self._wait()
         entries = self.block_table[row]
-        entries[:count] = block_ids
+        entries[:count] = ids
         entries[count : self.row_blocks[row]] = NULL_BLOCK
         self.row_blocks[row] = count
 
@@ -112,12 +109,13 @@ class BlockTable:
         """Adds blocks at the end of a row."""
         if not len(block_ids):
             return
+        ids = _checked(block_ids)
         self._check_row(row, 0)
         start = int(self.row_blocks[row])
-        self._check_row(row, start + len(block_ids))
+        self._check_row(row, start + len(ids))
         self._wait()
-        self.block_table[row, start : start + len(block_ids)] = block_ids
-        self.row_blocks[row] = start + len(block_ids)
+        self.block_table[row, start : start + len(ids)] = ids
+        self.row_blocks[row] = start + len(ids)
 
     def set_entries(self, rows: Ints, columns: Ints, block_ids: Ints) -> None:
         """Writes single entries: new blocks behind rows, copies in their places. One call for a whole batch."""
@@ -233,3 +231,17 @@ class BlockTable:
                 f"row {row}: {self.row_blocks[row]} blocks of {self.block_size} do not hold {lengths[row]} tokens"
             )
         return lengths
+
+
+def _checked(block_ids: Any) -> npt.NDArray[np.integer]:
+    """Block ids as an array; assignment alone would cut fractions off and take negative ids."""
+    try:
+        if not len(block_ids):
+            return _NO_IDS
+        ids = np.asarray(block_ids)
+    except (TypeError, ValueError):
+        raise refused("block_ids", _IDS, block_ids) from None
+    # the bits of all ids together: one pass for both ends of the range
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not 0 <= np.bitwise_or.reduce(ids) < 2**31:
+        raise refused("block_ids", _IDS, block_ids)
+    return ids

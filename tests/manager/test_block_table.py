@@ -144,6 +144,19 @@ def test_with_the_manager_decode_step():
         lambda t: t.set_row(2, [1]),
         lambda t: t.set_row(-1, [1]),
         lambda t: t.set_row(0, [1, 2, 3, 4]),
+        lambda t: t.set_row(0, [1.7, 2]),
+        lambda t: t.set_row(0, [-1]),
+        lambda t: t.set_row(0, [2**31]),
+        lambda t: t.set_row(0, np.array([2**32 + 5])),
+        lambda t: t.set_row(0, np.array([1, -7], np.int32)),
+        lambda t: t.set_row(0, [2**70]),
+        lambda t: t.set_row(0, [True]),
+        lambda t: t.set_row(0, ["x"]),
+        lambda t: t.set_row(0, [[1], [2, 3]]),
+        lambda t: t.set_row(0, [[1, 2]]),
+        lambda t: t.set_row(0, 5),
+        lambda t: t.append_row(1, [1.7]),
+        lambda t: t.append_row(1, [-1]),
         lambda t: t.append_row(0, [1, 2]),
         lambda t: t.append_row(2, [1]),
         lambda t: t.set_entries([0, 2], [0, 0], [1, 1]),
@@ -173,7 +186,19 @@ def test_misuse_changes_nothing(misuse):
     assert (before[1] == table.row_blocks).all()
 
 
+def test_ids_that_are_none_are_named():
+    with pytest.raises(
+        InvalidArgumentError, match=r"^block_ids: expected a sequence of ints in 0\.\.2147483647, got \[-1"
+    ):
+        BlockTable(1, 3, 1, 1).set_row(0, [-1, 2])
+
+
 @pytest.mark.parametrize("sizes", [(0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)])
 def test_sizes(sizes):
     with pytest.raises(InvalidArgumentError, match="at least 1, got 0"):
         BlockTable(*sizes)
+
+
+def test_sizes_that_are_no_ints():
+    with pytest.raises(InvalidArgumentError, match=r"^block_size: expected an int, got 1\.5$"):
+        BlockTable(1, 1, 1, 1.5)
