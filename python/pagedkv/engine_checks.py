@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from .errors import InvalidArgumentError, boolean, integer, refused
-from .hf.sizing import check_settings
+from .hf.sizing import check_settings, total_memory
 
 
 def check_config(model: Any) -> None:
@@ -33,10 +33,23 @@ def check_batch(max_num_seqs: Any, max_num_batched_tokens: Any) -> tuple[int, in
     return seqs, tokens
 
 
-def check_pool(num_blocks: Any, memory: Any, block_size: Any, num_host_blocks: Any, kv_dtype: Any) -> None:
-    """Raises InvalidArgumentError for what can not size or type the blocks of any model."""
+def check_buffers(num_seqs: int, num_tokens: int, table_width: int, num_groups: int, device: torch.device) -> None:
+    """Raises InvalidArgumentError where the static buffers of a forward need more than a device has."""
+    words = 2 * num_tokens + num_groups * (num_tokens + num_seqs * (table_width + 2) // 2)  # of 8 bytes
+    total = total_memory(device)
+    if 8 * words > total:
+        names, got = "max_num_seqs, max_num_batched_tokens", f"{num_seqs}, {num_tokens} ({8 * words} bytes)"
+        raise InvalidArgumentError(f"{names}: expected buffers of at most the {total} bytes of {device}, got {got}")
+
+
+def check_pool(
+    num_blocks: Any, memory: Any, block_size: Any, num_host_blocks: Any, kv_dtype: Any, watermark: Any
+) -> None:
+    """Raises InvalidArgumentError for what can not size, type or keep free the blocks of any model."""
     check_settings(block_size, num_blocks, memory, kv_dtype)
     integer("num_host_blocks", num_host_blocks, 0)
+    if isinstance(watermark, bool) or not isinstance(watermark, int | float) or not 0 <= watermark < 1:
+        raise refused("watermark", "a fraction in [0, 1)", watermark)
 
 
 def check_flags(cuda_graphs: Any, device: torch.device, **flags: Any) -> None:

@@ -22,7 +22,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from .block_table import BlockTable
 from .compiling import compiled
-from .engine_checks import check_flags, check_pool
+from .engine_checks import check_buffers, check_flags, check_pool
 from .errors import InvalidArgumentError, integer
 from .hf.cache import PagedCache
 from .hf.layers import PAGED
@@ -142,7 +142,7 @@ class Runner:
         check_model(model)
         self.model = model
         self.device = model.get_input_embeddings().weight.device
-        check_pool(num_blocks, memory, block_size, num_host_blocks, kv_dtype)
+        check_pool(num_blocks, memory, block_size, num_host_blocks, kv_dtype, watermark)
         check_flags(cuda_graphs, self.device, prefix_caching=prefix_caching, compile=compile, progress=progress)
         self.patch = Patch(model, {"block_size": block_size, "kv_dtype": kv_dtype})
         keeps_logits = self._check_forward()
@@ -157,7 +157,7 @@ class Runner:
         with evaluation(model):
             self._masks = self._make_masks()
             self._probe()
-        blocks = agreed_blocks(model, lambda: self._num_blocks(num_blocks, memory, block_size))
+        blocks = agreed_blocks(model, lambda: self._num_blocks(num_blocks, memory, block_size, num_host_blocks))
         options = {"prefix_caching": prefix_caching, "watermark": watermark, "num_host_blocks": num_host_blocks}
         self._allocate(blocks, max_num_seqs, max_num_batched_tokens, block_size, kv_dtype, **options)
         self.max_length = min(self.max_length, self.pool.table_width * block_size)
@@ -179,9 +179,12 @@ class Runner:
             raise refuse(self.model, "its attention does not look its function up by config._attn_implementation")
         return "logits_to_keep" in parameters
 
-    def _num_blocks(self, num_blocks: int | None, memory: int | float | None, block_size: int) -> int:
+    def _num_blocks(
+        self, num_blocks: int | None, memory: int | float | None, block_size: int, num_host_blocks: int
+    ) -> int:
         """Of the pool, whose bytes per token are known from the probe's."""
         block_bytes = self.pool.block_bytes // self.pool.block_size * block_size
+        check_fits(f"num_host_blocks={num_host_blocks}", num_host_blocks, block_bytes, torch.device("cpu"))
         if num_blocks is None:
             return blocks_for(block_bytes, memory, self.device)
         check_fits(f"num_blocks={num_blocks}", num_blocks, block_bytes, self.device)
@@ -200,6 +203,7 @@ class Runner:
         self.pool = Pool(num_blocks, block_size, windows, max_length=self.max_length, kv_dtype=kv_dtype, **options)
         width = self.pool.table_width
         size, on_cpu = max(max_num_tokens, _MIN_ROOM), self.device.type == "cpu"
+        check_buffers(max_num_seqs, size, width, len(windows), self.device)
         self.tables = [BlockTable(max_num_seqs, width, size, block_size, device=self.device) for _ in windows]
         self._steps = {(group, self.device): PackedStep() for group in range(len(windows))}
         self._state = PackedState(self.pool, cache.state.layers, self._steps)

@@ -258,6 +258,12 @@ def test_what_the_models_own_file_says_about_its_cache_is_nobodys_wish(make_engi
         {"num_blocks": 1},
         {"block_size": 0},
         {"num_host_blocks": -1},
+        {"watermark": "x"},
+        {"watermark": 1.0},
+        {"watermark": math.nan},
+        {"watermark": True},
+        {"max_num_batched_tokens": 2**40},
+        {"max_num_seqs": 2**40, "max_num_batched_tokens": 2**40},
     ],
 )
 def test_an_argument_of_the_engine_is_refused_before_the_model_is_used(options):
@@ -265,6 +271,12 @@ def test_an_argument_of_the_engine_is_refused_before_the_model_is_used(options):
     model.register_forward_pre_hook(lambda *_: pytest.fail("the model was used"))
     with pytest.raises(ValueError, match=f"{next(iter(options))}.*: expected .*, got "):
         pagedkv.Engine(model, **options)
+
+
+@pytest.mark.parametrize("num_host_blocks", [2**31, 2**70])
+def test_more_host_blocks_than_memory_are_refused(llama, num_host_blocks):
+    with pytest.raises(InvalidArgumentError, match=rf"^num_host_blocks={num_host_blocks}: expected .* bytes.*, got "):
+        pagedkv.Engine(llama, num_blocks=16, num_host_blocks=num_host_blocks)
 
 
 @pytest.mark.parametrize(
