@@ -191,6 +191,8 @@ def _merge(
         raise InvalidArgumentError(f"{', '.join(names)}: not an option of GenerationConfig or of add_request{hint}")
     check_vocabulary(config, model.get_input_embeddings().num_embeddings)
     convert_numbers(config)
+    if config.encoder_no_repeat_ngram_size:  # transformers makes as many lists, and a prompt has no longer n-gram
+        config.encoder_no_repeat_ngram_size = min(config.encoder_no_repeat_ngram_size, num_prompt + 1)
     with _checks_of_transformers():
         model._prepare_special_tokens(config, device=device)
         return model._prepare_generated_length(config, not given_length, not given_min, "input_ids", num_prompt, None)

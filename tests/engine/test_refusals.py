@@ -223,6 +223,13 @@ def test_numbers_of_any_type_are_taken(llama, make_engine):
     assert floats.token_ids == others.token_ids
 
 
+def test_ngrams_longer_than_any_prompt_cost_nothing(llama, make_engine):
+    options = {"max_new_tokens": 4, "prompt_lookup_num_tokens": 2, "do_sample": False}
+    longest = dict.fromkeys(("encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "max_matching_ngram_size"), 2**62)
+    result = make_engine(llama).generate([[1, 2, 3]], **options, **longest)[0]
+    assert result.token_ids == native(llama, [1, 2, 3], max_new_tokens=4, do_sample=False)
+
+
 def test_what_the_models_own_file_says_about_its_cache_is_nobodys_wish(make_engine):
     model = build_llama()
     model.generation_config.cache_implementation = "static"
