@@ -249,12 +249,14 @@ class PagedState:
 
     def select(self, parents: list[int]) -> None:
         """Row i goes on from what row ``parents[i]`` holds."""
+        self._check_whole()
         if self.rows is not None:
             self.rows.select(parents)
             self._valid = [valid[parents] for valid in self._valid]
 
     def copy(self, layers: Sequence[Any]) -> PagedState:
         """A state of ``layers`` on the same blocks; either copies a block before it writes into it."""
+        self._check_whole()
         other = PagedState(self.pool, layers)
         if self.rows is not None:
             other.rows = self.rows.fork()
@@ -262,6 +264,13 @@ class PagedState:
         other._valid = list(self._valid)
         other.columns = self.seen
         return other
+
+    def _check_whole(self) -> None:
+        """Sharing rows publishes their blocks: not those of a forward that left keys missing."""
+        if self.pool.prefix_caching and (self._failed or self._is_unfinished):
+            raise ValueError(
+                "PagedCache: expected one whose forwards all finished, got one where a forward failed; reset it"
+            )
 
     def clear(self) -> None:
         """Give back every block."""
