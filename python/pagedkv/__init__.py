@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .hf import PagedCache as PagedCache
     from .hf import UnsupportedModelError as UnsupportedModelError
     from .hf import clear_prefix_cache as clear_prefix_cache
+    from .hf import layer_modes as layer_modes
     from .hf import patch as patch
     from .hf import patched as patched
     from .hf import pool as pool
@@ -40,6 +41,7 @@ _HOME = {
     "PagedKVError": "errors",
     "UnsupportedModelError": "hf",
     "clear_prefix_cache": "hf",
+    "layer_modes": "hf",
     "patch": "hf",
     "patched": "hf",
     "pool": "hf",

@@ -25,9 +25,9 @@ from .compiling import compiled
 from .engine_checks import check_buffers, check_flags, check_pool
 from .errors import InvalidArgumentError, integer
 from .hf.cache import PagedCache
+from .hf.kv_pool import Pool
 from .hf.layers import PAGED
 from .hf.methods import Patch
-from .hf.pool import Pool
 from .hf.prefix import dependence
 from .hf.sizing import blocks_for, check_fits
 from .hf.state import PagedState, Step

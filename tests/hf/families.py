@@ -22,8 +22,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import pagedkv
+from pagedkv import layer_modes
 from pagedkv.hf import UnsupportedModelError
-from pagedkv.hf.patch import layer_modes
 
 TABLE = Path(__file__).parents[2] / "docs" / "FAMILIES.md"
 

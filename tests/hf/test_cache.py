@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import pagedkv
 import pagedkv.hf
 from pagedkv.errors import InvalidArgumentError
-from pagedkv.hf import masks
-from pagedkv.hf.pool import Pool
+from pagedkv.hf import Pool, masks
 
 
 def name_of(model):
@@ -193,7 +192,7 @@ def test_mask_that_does_not_continue_is_an_error():
             {"kv_dtype": torch.int8},
             "kv_dtype: expected None, torch.float32, torch.float16 or torch.bfloat16, got torch.int8",
         ),
-        ({"pool": "x"}, "pool: expected a pagedkv.hf.pool.Pool or None, got 'x'"),
+        ({"pool": "x"}, "pool: expected a pagedkv.hf.Pool or None, got 'x'"),
     ],
     ids=str,
 )

@@ -9,8 +9,8 @@ import torch
 from models import EXTRA, ragged, tiny
 
 import pagedkv
+from pagedkv import layer_modes
 from pagedkv.hf.methods import cache_argument
-from pagedkv.hf.patch import layer_modes
 
 
 def both(model, inputs, seed=0, **kwargs):

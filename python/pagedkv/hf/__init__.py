@@ -5,9 +5,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import paged_attention
 from .cache import PagedCache
+from .kv_pool import Pool
 from .masks import NAME, paged_mask
-from .patch import clear_prefix_cache, patch, patched, pool, unpatch
-from .pool import Pool
+from .patching import clear_prefix_cache, layer_modes, patch, patched, pool, unpatch
 from .support import UnsupportedModelError
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
@@ -18,6 +18,7 @@ __all__ = [
     "Pool",
     "UnsupportedModelError",
     "clear_prefix_cache",
+    "layer_modes",
     "patch",
     "patched",
     "pool",

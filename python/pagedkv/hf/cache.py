@@ -14,9 +14,9 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
 
 from ..errors import refused
+from .kv_pool import Pool, Window
 from .layers import PagedHybridLayer, PagedLayer
 from .masks import active
-from .pool import Pool, Window
 from .rows import free_sequences
 from .sizing import blocks_for, check_settings, estimated_block_bytes
 from .state import PagedState
@@ -62,7 +62,7 @@ def layer_windows(config: PreTrainedConfig) -> list[Window]:
 def _check_shared(pool: Any, block_size: int, **settings: Any) -> None:
     """Raise InvalidArgumentError for what is no pool, and for settings beside one, which has its own."""
     if not isinstance(pool, Pool):
-        raise refused("pool", "a pagedkv.hf.pool.Pool or None", pool)
+        raise refused("pool", "a pagedkv.hf.Pool or None", pool)
     if block_size != pool.block_size and block_size != _BLOCK_SIZE:  # the default may stand beside any pool
         settings["block_size"] = block_size
     for name, value in settings.items():

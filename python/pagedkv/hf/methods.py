@@ -20,8 +20,8 @@ from ..cache import LayerSpec
 from . import masks, prefill, prefix, support
 from .cache import PagedCache, layer_windows
 from .compiled import CompiledStep
+from .kv_pool import Pool
 from .layers import GATHERED
-from .pool import Pool
 from .tracing import break_graph, skipped, untraced
 
 ATTRIBUTE = "_pagedkv_patch"

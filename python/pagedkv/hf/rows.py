@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import OutOfBlocksError
-from .pool import Pool
+from .kv_pool import Pool
 
 Ints = NDArray[np.int64]
 

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .kv_pool import Pool
 from .packing import Packing
-from .pool import Pool
 from .rows import Ints, Rows
 from .tracing import untraced
 

@@ -15,8 +15,8 @@ from ..errors import boolean, refused
 from ..tensor_parallel import agreed_blocks
 from . import masks, prefix, support
 from .compiled import CompiledStep
+from .kv_pool import Pool
 from .methods import ATTRIBUTE, Patch, patched_class, placement
-from .pool import Pool
 from .sizing import blocks_for, check_fits, check_settings
 
 Model = TypeVar("Model")
@@ -154,6 +154,7 @@ def _size_pool(model: PreTrainedModel, handle: Patch) -> None:
     num_blocks = agreed_blocks(model, lambda: _num_blocks(model, handle))
     caching = options["prefix_caching"] and prefix.allowed(model, handle.new_cache(model))
     handle.set_pool(model, num_blocks, block_size, caching)
+    handle.pool.layer_modes = support.modes(handle.new_cache(model))
 
 
 def _num_blocks(model: PreTrainedModel, handle: Patch) -> int:
@@ -209,10 +210,25 @@ def clear_prefix_cache(model: Any) -> None:
 
 
 def layer_modes(model: Any) -> list[str]:
-    """Per layer of a patched model: paged, gathered, or the library's own layer class.
+    """Tell what each layer of a patched model got.
+
+    Args:
+        model: a patched model, also inside a PEFT or a compiled module.
+
+    Returns:
+        Per layer of the cache: ``"paged"`` (attention reads the blocks), ``"gathered"`` (keys and values are kept in
+        blocks and gathered for the model's own attention), or the name of the library's own layer class.
 
     Raises:
         ValueError: the model is not patched.
+
+    Example:
+        >>> import pagedkv, transformers
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+        ... )
+        >>> model = pagedkv.patch(transformers.LlamaForCausalLM(config).eval(), num_blocks=8)
+        >>> pagedkv.layer_modes(model)
+        ['paged', 'paged']
     """
-    pool(model)
-    return support.modes(_target(model).__dict__[ATTRIBUTE].new_cache(_target(model)))
+    return list(pool(model).layer_modes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -35,6 +36,7 @@ class Pool:
     Attributes:
         manager: the :class:`pagedkv.KVCacheManager` behind it.
         peak_used_blocks: the most blocks that were in use at once.
+        layer_modes: of a patched model, see :func:`pagedkv.layer_modes`; empty for any other pool.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Pool:
         self.num_host_blocks = num_host_blocks
         self.table_width = max(1, min(self.num_blocks - 1, -(-max_length // self.block_size)))
         self.peak_used_blocks = 0
+        self.layer_modes: list[str] = []
         self.new_seq_id = itertools.count().__next__
         self._stores: dict[tuple[int, LayerSpec], PagedKVCache] = {}
         self._static: dict[tuple[int, int, int, torch.device], BlockTable] = {}
@@ -74,10 +77,15 @@ class Pool:
         self._owners: dict[tuple[int, int, int, torch.device], object] = {}
 
     def __repr__(self) -> str:
-        blocks = f"{self.used_blocks} of {self.num_blocks - 1} blocks of {self.block_size} tokens used"
-        return (
-            f"Pool({blocks}, {self.used_bytes} of {self.num_blocks * self.block_bytes} bytes, windows {self.windows})"
-        )
+        parts = [
+            f"{self.used_blocks} of {self.num_blocks - 1} blocks of {self.block_size} tokens used",
+            f"{self.used_bytes} of {self.num_blocks * self.block_bytes} bytes",
+            f"windows {self.windows}",
+        ]
+        if self.layer_modes:
+            counts = Counter(self.layer_modes)
+            parts.append("layers " + " + ".join(f"{count} {mode}" for mode, count in counts.items()))
+        return f"Pool({', '.join(parts)})"
 
     def store(self, row: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
         """Key and value tensors of a group's ``row``-th layer; those of other groups with this spec get the same."""
