@@ -10,10 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 
 import pagedkv
+from pagedkv.engine.results import StepOutput
+from pagedkv.engine.sampling import Settings
 from pagedkv.errors import InvalidArgumentError
 from pagedkv.hf import UnsupportedModelError
-from pagedkv.results import StepOutput
-from pagedkv.sampling import Settings
 
 from .conftest import build_llama
 from .oracle import native

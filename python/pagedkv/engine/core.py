@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from .engine_checks import check_batch, check_config, check_tokenizer
-from .errors import IntegrityError, InvalidArgumentError, integer
-from .hf.prefix import PrefixKeys
-from .prefix import encode
+from ..errors import IntegrityError, InvalidArgumentError, integer
+from ..hf.prefix import PrefixKeys
+from ..prefix import encode
+from .checks import check_batch, check_config, check_tokenizer
 from .requests import Prompt, Record, Request, check_fit, check_logprobs, check_priority, check_seed, encode_prompt
 from .results import EngineStats, NewToken, Result, StepOutput
 from .runner import Runner

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from .errors import InvalidArgumentError, boolean, integer, refused
-from .hf.sizing import check_settings, total_memory
+from ..errors import InvalidArgumentError, boolean, integer, refused
+from ..hf.sizing import check_settings, total_memory
 
 
 def check_config(model: Any) -> None:

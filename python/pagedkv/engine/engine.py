@@ -18,8 +18,8 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 from transformers import GenerationConfig
 
+from ..errors import InvalidArgumentError, boolean, integer
 from .core import EngineCore
-from .errors import InvalidArgumentError, boolean, integer
 from .progress import generation_bar
 from .requests import Prompt, PromptError, Request, check_prompts
 from .results import NewToken, Result

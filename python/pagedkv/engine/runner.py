@@ -20,21 +20,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from .block_table import BlockTable
+from ..block_table import BlockTable
+from ..errors import InvalidArgumentError, integer
+from ..hf.cache import PagedCache
+from ..hf.kv_pool import Pool
+from ..hf.layers import PAGED
+from ..hf.methods import Patch
+from ..hf.prefix import dependence
+from ..hf.sizing import blocks_for, check_fits
+from ..hf.state import PagedState, Step
+from ..hf.support import check_model, evaluation, refuse
+from ..hf.tags import TAG
+from ..tensor_parallel import agreed_blocks, mesh_of
+from .checks import check_buffers, check_flags, check_pool
 from .compiling import compiled
-from .engine_checks import check_buffers, check_flags, check_pool
-from .errors import InvalidArgumentError, integer
-from .hf.cache import PagedCache
-from .hf.kv_pool import Pool
-from .hf.layers import PAGED
-from .hf.methods import Patch
-from .hf.prefix import dependence
-from .hf.sizing import blocks_for, check_fits
-from .hf.state import PagedState, Step
-from .hf.support import check_model, evaluation, refuse
-from .hf.tags import TAG
 from .progress import track
-from .tensor_parallel import agreed_blocks, mesh_of
 
 _PROBE_BLOCKS = 8
 _PROBE_LENGTHS = (7, 4)  # over one block and within one, at the probe's block size of 4

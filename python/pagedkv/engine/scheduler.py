@@ -13,8 +13,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .block_table import BlockTable
-from .manager import Allocation, KVCacheManager
+from ..block_table import BlockTable
+from ..manager import Allocation, KVCacheManager
 
 if TYPE_CHECKING:
     from .sampling import Settings

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import InvalidArgumentError, integer
+from ..errors import InvalidArgumentError, integer
 from .results import NewToken, Result
 from .sampling import Settings
 from .scheduler import Scheduler, Sequence

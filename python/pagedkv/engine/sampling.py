@@ -27,7 +27,7 @@ from transformers import (
 from transformers.generation import GenerationMode
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from .errors import InvalidArgumentError
+from ..errors import InvalidArgumentError
 from .generation_checks import check_callables, check_served, check_settings, check_vocabulary, convert_numbers
 from .scheduler import Sequence
 

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
-from .errors import integer, refused
+from ..errors import integer, refused
 
 
 class _Number(NamedTuple):
