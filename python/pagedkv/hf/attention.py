@@ -28,7 +28,9 @@ _HARMLESS = {
 
 
 def _is_plain(kwargs: dict[str, Any]) -> bool:
-    """No argument that could change the attention: none with a tensor or a number that is not known."""
+    """No argument that asks for more than attention over blocks gives: weights, a tensor or a number not known."""
+    if kwargs.get("output_attentions"):
+        return False
     return all(
         name in _HARMLESS or value is None or not isinstance(value, Tensor | float | tuple | list)
         for name, value in kwargs.items()
@@ -69,7 +71,7 @@ def paged_attention(
     if layer is not None and layer.mode == PAGED:
         raise NotImplementedError(
             f"pagedkv: {type(module).__name__} was served from blocks and now asks for attention that they do not "
-            "give (a mask or an argument of its own, or dropout); use pagedkv.unpatch(model) for this call"
+            "give (its weights, a mask or an argument of its own, or dropout); use pagedkv.unpatch(model) for this call"
         )
     optional = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, "is_causal": is_causal}
     kwargs.update({name: value for name, value in optional.items() if value is not None})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import Counter
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .kv_pool import Pool, Window
 from .layers import PagedHybridLayer, PagedLayer
 from .masks import active
 from .rows import free_sequences
-from .sizing import blocks_for, check_settings, estimated_block_bytes
+from .sizing import blocks_for, check_any_fits, check_settings, estimated_block_bytes
 from .state import PagedState
 
 # up to 5.23 crop() also took the length to keep
@@ -59,6 +60,12 @@ def layer_windows(config: PreTrainedConfig) -> list[Window]:
     return list(dict.fromkeys(windows)) or [None]
 
 
+def max_rows(kinds: list[tuple[str, dict[str, Any]]]) -> int:
+    """The most attention layers of one window: those of other windows share their tensors."""
+    windows = Counter(kwargs.get("sliding_window") for kind, kwargs in kinds if kind in _LAYER_CLASSES)
+    return max(windows.values(), default=0)
+
+
 def _check_shared(pool: Any, block_size: int, **settings: Any) -> None:
     """Raise InvalidArgumentError for what is no pool, and for settings beside one, which has its own."""
     if not isinstance(pool, Pool):
@@ -73,13 +80,15 @@ def _check_shared(pool: Any, block_size: int, **settings: Any) -> None:
 class PagedCache(Cache):  # type: ignore[misc]
     """Keys and values in blocks, for ``generate(..., cache=...)`` or a forward of a model with ``"pagedkv"`` attention.
 
-    One object holds one batch; its blocks go back to the pool with :meth:`reset` or when it is collected.
+    One object holds one batch; its blocks go back to the pool with :meth:`reset` or when it is collected. For an
+    encoder-decoder model it is the self-attention part: ``EncoderDecoderCache(PagedCache(config), DynamicCache())``.
 
     Args:
         config: the model's config.
         block_size: tokens per block.
-        num_blocks: blocks of a pool of its own, the null block included; None: sized from ``memory``.
-        memory: bytes of that pool, or the fraction (0..1) of what is free; see :func:`pagedkv.hf.sizing.blocks_for`.
+        num_blocks: blocks of a pool of its own, the null block included; None: sized from ``memory``. What their bytes
+            are is known in the first forward, which raises for more than the device has.
+        memory: bytes of that pool, or the fraction (0..1) of what is free; None: as for :func:`pagedkv.patch`.
         kv_dtype: type of the stored keys and values; None: the type they come in.
         pool: share a pool instead; excludes the arguments before.
 
@@ -106,6 +115,8 @@ class PagedCache(Cache):  # type: ignore[misc]
             if num_blocks is None:
                 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
                 num_blocks = blocks_for(estimated_block_bytes(text, block_size, kv_dtype), memory, device)
+            else:
+                check_any_fits(num_blocks, block_size, max_rows(kinds))
             max_length = getattr(text, "max_position_embeddings", None) or 2048
             pool = Pool(num_blocks, block_size, windows, max_length=max_length, kv_dtype=kv_dtype)
         else:
@@ -122,6 +133,7 @@ class PagedCache(Cache):  # type: ignore[misc]
             layer.group, layer.row = windows.index(layer.sliding_window), rows[layer.sliding_window]
             rows[layer.sliding_window] += 1
         self._bind(PagedState(pool, paged))
+        self.state.has_encoder = bool(config.is_encoder_decoder)
 
     def _bind(self, state: PagedState) -> None:
         self.state = state
@@ -140,6 +152,7 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         active.state = self.state
+        self.state.is_asked = True
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, PagedLayer):
             return layer.get_mask_sizes(query_length)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..block_table import BlockTable
 from ..cache import LayerSpec, PagedKVCache
 from ..manager import GroupSpec, KVCacheManager
-from .sizing import check_settings
+from .sizing import check_fits, check_settings
 from .tags import TAG, MaskTag
 
 Window = int | None
@@ -88,9 +88,15 @@ class Pool:
         return f"Pool({', '.join(parts)})"
 
     def store(self, row: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
-        """Key and value tensors of a group's ``row``-th layer; those of other groups with this spec get the same."""
+        """Key and value tensors of a group's ``row``-th layer; those of other groups with this spec get the same.
+
+        Raises:
+            InvalidArgumentError: the blocks of all layers so far are more than the layer's device has.
+        """
         store = self._stores.get((row, spec))
         if store is None:
+            block_bytes = self.block_bytes + spec.bytes_per_token() * self.block_size
+            check_fits(f"num_blocks={self.num_blocks}", self.num_blocks, block_bytes, torch.device(spec.device))
             store = self._stores[row, spec] = PagedKVCache(
                 self.num_blocks, self.block_size, [spec], num_host_blocks=self.num_host_blocks
             )

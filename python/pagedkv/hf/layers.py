@@ -65,6 +65,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Write [B, Hkv, L, D] keys and [B, Hkv, L, Dv] values; what the attention of this layer shall read."""
         if self.done or self.state.forward_length != key_states.shape[2]:
             # the model neither asked for a mask nor came through a patched forward: it masks by columns itself
+            self.state.check_self_attention()
             self.state.plan(None, key_states.shape[0], key_states.shape[2], dense=True)
         if self.step is None:
             PagedLayer.lazy_initialization(self, key_states, value_states)
@@ -111,9 +112,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.state.columns + (self.state.query_length if self.done else 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        seen = self.state.seen
-        kept = seen
-        if self.mode == GATHERED and self.sliding_window is not None:
+        kept = seen = self.state.seen
+        gathers = self.mode == GATHERED or (self.mode == UNDECIDED and seen > 0)  # the first forward did not page it
+        if gathers and self.sliding_window is not None:
             kept = min(seen, self.sliding_window - 1)
         return kept + query_length, seen - kept
 

@@ -81,7 +81,8 @@ def paged_mask(
         _warn_once(config)
     if state is None or kv_offset or kv_length != state.seen + q_length:
         return dense(**arguments)  # type: ignore[no-any-return]
-    window = mask_window(mask_function)
+    # whoever wants the weights of attention gets the model's own
+    window = OTHER if getattr(config, "output_attentions", False) else mask_window(mask_function)
     state.plan(attention_mask, batch_size, q_length, dense=window == OTHER)
     if window == OTHER:
         return dense(**arguments)  # type: ignore[no-any-return]

@@ -183,7 +183,7 @@ class _PatchedMethods:
         given = model_kwargs.get(patch.cache_name)
         result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kw)  # type: ignore[misc]
         native = model_kwargs.get(patch.cache_name)
-        wants_weights = generation_config.output_attentions
+        wants_weights = generation_config.output_attentions or getattr(self.config, "output_attentions", False)  # type: ignore[attr-defined]
         if given is not None or type(native) is not DynamicCache or native.offloading or wants_weights:
             return result
         cache = model_kwargs[patch.cache_name] = patch.new_cache(self)

@@ -12,6 +12,7 @@ from ..errors import InvalidArgumentError, integer, refused
 
 CPU_FRACTION = 0.5  # of the available memory; only reserved: pages are touched as blocks are used
 CUDA_FRACTION = 0.8  # of the free memory, after the weights
+_LEAST_TOKEN_BYTES = 32  # of a layer: a key and a value of one head of 8 elements of 2 bytes
 MAX_DEFAULT_BLOCKS = 65_536  # keeps the manager of a tiny model small
 
 
@@ -61,6 +62,17 @@ def check_fits(setting: str, num_blocks: int, block_bytes: int, device: torch.de
     if needed > total:
         got = f"{num_blocks} blocks of {block_bytes} bytes, {needed} bytes in all"
         raise InvalidArgumentError(f"{setting}: expected at most the {total} bytes of {device}, got {got}")
+
+
+def check_any_fits(num_blocks: int, block_size: int, num_layers: int) -> None:
+    """Raise InvalidArgumentError for blocks that hold too much for any device here, however small a token is.
+
+    Their number alone costs the manager 100 bytes each, so it must not wait until a forward shows what a token takes.
+    """
+    tokens = min(block_size, 16)  # a larger block is refused by its own name
+    devices = [torch.device(kind) for kind in ("cpu", "cuda") if kind == "cpu" or torch.cuda.is_available()]
+    device = max(devices, key=total_memory)
+    check_fits(f"num_blocks={num_blocks}", num_blocks, _LEAST_TOKEN_BYTES * num_layers * tokens, device)
 
 
 def blocks_for(block_bytes: int, memory: int | float | None, device: torch.device) -> int:

@@ -65,6 +65,8 @@ class PagedState:
         self._batch = 0
         self._dense = False
         self._packing: Packing | None = None
+        self.has_encoder = False  # its model is an encoder-decoder
+        self.is_asked = False  # for the sizes of a mask, since the last plan
         self._failed = False  # a forward ended early: keys that rows count are missing
 
     @property
@@ -114,6 +116,7 @@ class PagedState:
         """
         if query_length == 0:
             raise ValueError("input_ids: expected at least one token a row, got none")
+        self.is_asked = False
         if self.is_pending:
             if (batch, query_length) == (self._batch, self.query_length):
                 self._set_dense(dense or self._dense)
@@ -160,6 +163,18 @@ class PagedState:
         for (group, device), step in self._steps.items():
             self._fill_step(step, group, device)
         return tokens, last
+
+    def check_self_attention(self) -> None:
+        """Refuse keys that come with no mask asked for in an encoder-decoder model: those of its cross-attention.
+
+        Raises:
+            NotImplementedError: says how the cache is to be given to the model.
+        """
+        if self.has_encoder and not self.is_asked:
+            raise NotImplementedError(
+                "PagedCache: expected the self-attention of an encoder-decoder model, got its cross-attention; give "
+                "the model an EncoderDecoderCache(PagedCache(config), DynamicCache())"
+            )
 
     def _advance(self, failed: bool) -> None:
         self._failed |= failed
@@ -263,6 +278,7 @@ class PagedState:
             other.seqs = other.rows.seqs
         other._valid = list(self._valid)
         other.columns = self.seen
+        other.has_encoder = self.has_encoder
         return other
 
     def _check_whole(self) -> None:
