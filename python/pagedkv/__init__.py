@@ -6,7 +6,6 @@ Names are resolved on first use, so that ``pagedkv.block_pool`` and ``pagedkv.ma
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -69,7 +68,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
     if name == "__version__":
-        return importlib.metadata.version("pagedkv")
+        from importlib.metadata import version  # 20 ms to import, which only this name needs
+
+        return version("pagedkv")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -27,9 +27,12 @@ def use(pagedkv_ops):
 """
 
 
+PATHS = os.pathsep.join([str(PACKAGE.parent), str(Path(pagedkv.__file__).parents[1])])
+
+
 def python(code: str, **environment: str) -> str:
     """Standard output of ``code`` in a fresh interpreter."""
-    env = {**os.environ, **environment, "PYTHONPATH": str(PACKAGE.parent)}
+    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), **environment}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -45,6 +48,32 @@ def test_loads_no_module_but_its_own_beyond_torch():
     assert "pagedkv_ops._triton" not in with_ops
 
 
+def test_the_user_package_loads_nothing_before_it_is_used():
+    """Not torch or numpy, and not importlib.metadata, which brings the email package and costs more than all else."""
+    out = python("import sys; import pagedkv; print(*sys.modules)", PYTHONPATH=PATHS).split()
+    assert "pagedkv" in out
+    assert not {"torch", "numpy", "importlib.metadata", "email"} & set(out)
+
+
+def test_the_ops_need_torch_alone():
+    """Numpy is for the manager: without it the ops work, compiled too, and the manager names what it lacks."""
+    out = python(
+        "import sys; sys.modules['numpy'] = None  # as if it were not installed\n"
+        + USE
+        + """
+import pagedkv_ops
+use(pagedkv_ops)
+torch.compile(use, backend="eager")(pagedkv_ops)
+try:
+    import pagedkv.manager
+except ImportError as error:
+    print(error.name)
+""",
+        PYTHONPATH=PATHS,
+    )
+    assert out.strip() == "numpy"
+
+
 def test_the_user_package_resolves_every_name_it_lists():
     """Also modules that were not imported before, so that ``import pagedkv`` is all that examples need."""
     code = """
@@ -54,9 +83,7 @@ for name in dir(pagedkv):
 pagedkv.integrations.torch_tensorrt.install
 assert pagedkv.__version__ != "" and not hasattr(pagedkv, "transformers") and not hasattr(pagedkv.integrations, "os")
 """
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(Path(pagedkv.__file__).parents[1])])}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    python(code, PYTHONPATH=PATHS)
 
 
 def test_reload_and_second_import_keep_the_ops():
