@@ -1,12 +1,15 @@
-"""Building without a compiler says what to install."""
+"""Building: without a compiler it says what to install; a source distribution holds everything."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,3 +33,15 @@ def test_an_empty_cxx_means_the_default_compiler(tmp_path):
     name = re.search(r"and '(.*)' was not found", result.stderr)
     assert name
     assert name.group(1).endswith(("++", "cc"))
+
+
+def test_a_source_distribution_holds_the_repository(tmp_path):
+    """Also tests, documents, examples and headers: CI builds the wheel from it and runs the tests that it brings."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("this is no checkout of the repository")
+    subprocess.run([sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)], cwd=ROOT, check=True)
+    held = (tmp_path / "pagedkv.egg-info" / "SOURCES.txt").read_text().splitlines()
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert {name for name in listed if (ROOT / name).exists()} - set(held) == set()
