@@ -4,8 +4,8 @@
     PYTHONPATH=python python benchmarks/bench_manager.py --no-peer  this library alone; numpy and torch are enough
 
 Work: a decode step of 256 sequences (append, allocate, commit, table rows and slots ready for the kernel), freeing 256
-sequences of 2,048 tokens, admission of a 4,096-token prompt whose first 75% are cached (hashing included), and the
-slots that ragged loads waste. Results are compared before anything is reported.
+sequences of 2,048 tokens, admission of a 4,096-token prompt whose first 75% are cached (hashing included), long
+sequences and the slots that ragged loads waste. Results are compared before anything is reported.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import hashlib
 import random
 import statistics
 import time
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -159,6 +160,39 @@ def sha256_seconds(rounds: int) -> float:
     return statistics.median(seconds(work) for _ in range(rounds))
 
 
+def long_sequences() -> list[tuple[str, str]]:
+    """What must not grow with the length of a sequence."""
+    manager = KVCacheManager(100_000, BLOCK_SIZE)
+    manager.add("chunks", range(1_000_000))
+
+    def chunks() -> None:
+        while manager.num_computed_tokens("chunks") < 1_000_000:
+            granted = manager.allocate_slots("chunks", 512)
+            assert granted is not None
+            manager.commit("chunks", len(granted.slots))
+
+    rows = [("1,000,000 tokens in chunks of 512", f"{seconds(chunks):.2f} s")]
+    manager.free("chunks")
+    for length in (400, 400_000):
+        manager.add(length, range(length, 2 * length))
+        granted = manager.allocate_slots(length)
+        assert granted is not None
+        manager.commit(length, length)
+        times = []
+        for token in range(500):
+            manager.append(length, (token,))
+            times.append(seconds(manager.allocate_slots, length, 1))
+            manager.commit(length, 1)
+        rows.append((f"`allocate_slots` of one token after {length:,}", f"{1e6 * statistics.median(times):.1f} us"))
+    tracemalloc.start()
+    manager.truncate(400_000, 100_000)
+    held = tracemalloc.get_traced_memory()[0]
+    took = seconds(lambda: [manager.fork(400_000, ("child", number)) for number in range(1000)])
+    held = tracemalloc.get_traced_memory()[0] - held
+    tracemalloc.stop()
+    return [*rows, ("1,000 forks of 100,000 tokens", f"{held / 1e6:.0f} MB, {took:.2f} s under tracemalloc")]
+
+
 def waste(rng: random.Random) -> list[tuple[int, float]]:
     """Per cent of the used slots that hold no token, for lengths uniform in 1..limit."""
     curve = []
@@ -215,6 +249,9 @@ def main() -> None:
     hashing = sha256_seconds(options.rounds)
     share = 100 * hashing / statistics.median(rows[-1][1])
     print(f"\nsha256 alone of the 256 blocks: {hashing * 1e3:.3f} ms, {share:.0f}% of the admission")
+    print("\n| long sequences | pagedkv |\n|---|---|")
+    for label, figure in long_sequences():
+        print(f"| {label} | {figure} |")
     print("\n| lengths uniform in 1..n | wasted slots |\n|---|---|")
     for limit, percent in waste(rng):
         print(f"| {limit} | {percent:.2f}% |")

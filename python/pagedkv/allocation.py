@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,20 +19,43 @@ if TYPE_CHECKING:
     from pagedkv.sequence import SequenceState
 
 
+Entries = tuple[Sequence[int], Sequence[int]]
+_UNCHANGED: Entries = ((), ())
+Taken = tuple[list[list[int]], list[Entries]]  # new blocks, and changed entries of the table, per group
+
+
 @dataclass(slots=True)
 class Allocation:
     """What `allocate_slots` granted. With groups every list holds one list per group.
 
     num_cached_tokens: tokens attached by this call that need no computation: cached, or swapped in.
-    block_ids: the whole table. new_block_ids: handed out by this call, copy destinations included.
+    new_block_ids: handed out by this call, copy destinations included.
     slots: block * block_size + offset for every new token, in order. lookahead_slots: the same for lookahead tokens.
+    entries: (columns, block ids) of the table that this call changed, a pair per group even where there is one: what
+    was attached, new blocks, copies in the places of what they copy, 0 where a window has passed.
     """
 
     num_cached_tokens: int
-    block_ids: list[Any]
     new_block_ids: list[Any]
     slots: list[Any]
     lookahead_slots: list[Any]
+    entries: list[Entries]
+    _tables: list[array[int]] = field(repr=False)
+    _is_grouped: bool = field(default=True, repr=False)
+
+    @property
+    def block_ids(self) -> list[Any]:
+        """The whole table, read when asked for: as later calls left it, empty once its blocks were given back."""
+        tables = [table.tolist() for table in self._tables] or [[] for _ in self.entries]
+        return tables if self._is_grouped else tables[0]
+
+    def of_one_group(self) -> Allocation:
+        """The view of a manager without groups."""
+        self.new_block_ids = self.new_block_ids[0]
+        self.slots = self.slots[0]
+        self.lookahead_slots = self.lookahead_slots[0]
+        self._is_grouped = False
+        return self
 
 
 @dataclass(slots=True)
@@ -80,19 +103,22 @@ def allocate(manager: KVCacheManager, seq: SequenceState, request: Request) -> A
         start = computed + request.num_external
         stop = end - request.num_lookahead
         seq.num_granted = max(seq.num_granted, end)
-        return _result(manager, seq, 0, [[] for _ in seq.tables], start, stop, end)
+        return _result(manager, seq, 0, ([[] for _ in seq.tables], [_UNCHANGED] * len(seq.tables)), start, stop, end)
     plan = make_plan(manager, seq, seq.num_computed, seq.tables, request)
     if plan.num_needed > manager.pool.num_free:
         return None
-    new_blocks = apply_plan(manager, seq, plan)
-    return _result(manager, seq, 0, new_blocks, plan.start, plan.stop, plan.end)
+    return _result(manager, seq, 0, apply_plan(manager, seq, plan), plan.start, plan.stop, plan.end)
 
 
 def allocate_next(manager: KVCacheManager, seq: SequenceState) -> Allocation:
     """Serves one token of a running sequence that is known to need no block."""
     at = seq.num_computed
     seq.num_granted = max(seq.num_granted, at + 1)
-    return _result(manager, seq, 0, [[] for _ in seq.tables], at, at + 1, at + 1)
+    slots = []
+    for group, table in zip(manager.groups, seq.tables):  # noqa: B905  as long by construction, and 0.1 us
+        size = group.block_size
+        slots.append([table[at // size] * size + at % size])
+    return Allocation(0, [[] for _ in slots], slots, [[] for _ in slots], [_UNCHANGED] * len(slots), seq.tables)
 
 
 def admit(manager: KVCacheManager, seq: SequenceState, request: Request) -> Allocation | None:
@@ -112,8 +138,7 @@ def admit(manager: KVCacheManager, seq: SequenceState, request: Request) -> Allo
     seq.num_hit = cached
     if seq.host is None and manager.prefix_caching:
         manager.recent_hits.append((seq.num_tokens, cached))
-    new_blocks = apply_plan(manager, seq, plan)
-    return _result(manager, seq, cached, new_blocks, plan.start, plan.stop, plan.end)
+    return _result(manager, seq, cached, apply_plan(manager, seq, plan), plan.start, plan.stop, plan.end)
 
 
 def _admission(
@@ -210,10 +235,12 @@ def _written_block(manager: KVCacheManager, seq: SequenceState, table: array[int
     return index if shared else -1
 
 
-def apply_plan(manager: KVCacheManager, seq: SequenceState, plan: Plan) -> list[list[int]]:
-    """Carries out a plan that the free blocks can serve; gives the new blocks per group."""
+def apply_plan(manager: KVCacheManager, seq: SequenceState, plan: Plan) -> Taken:
+    """Carries out a plan that the free blocks can serve."""
     pool = manager.pool
+    passed, kept = plan.released, [0] * len(seq.tables)
     if seq.running:
+        passed, kept = list(seq.released), [len(table) for table in seq.tables]
         _release_windows(manager, seq, plan.released)
     else:
         for table in plan.tables:
@@ -225,7 +252,8 @@ def apply_plan(manager: KVCacheManager, seq: SequenceState, plan: Plan) -> list[
             seq.published = plan.computed
         seq.running = True
         manager.num_running += 1
-    new_blocks = []
+    new_blocks: list[list[int]] = []
+    entries: list[Entries] = []
     for number, table in enumerate(seq.tables):
         fresh = pool.get_new_blocks(plan.num_new_blocks[number])
         new_blocks.append(fresh)
@@ -235,13 +263,18 @@ def apply_plan(manager: KVCacheManager, seq: SequenceState, plan: Plan) -> list[
                 if table[index] < 0:
                     table[index] = fresh[used]
                     manager.transfers.swap_in(host, fresh[used])
+                    seq.awaited.append((number, index))
                     used += 1
         table.extend(fresh[used:])
+        columns = [*range(passed[number], seq.released[number]), *range(kept[number], len(table))]
+        if plan.copied[number] and plan.written[number] < kept[number]:
+            columns.append(plan.written[number])
+        entries.append((columns, [table[column] for column in columns]))
     drop_host(manager, seq)
     seq.num_computed = plan.computed
     seq.num_granted = max(seq.num_granted, plan.end)
     note_limits(manager, seq, writable=plan.end > plan.computed)
-    return new_blocks
+    return new_blocks, entries
 
 
 def _make_writable(manager: KVCacheManager, seq: SequenceState, number: int, plan: Plan, fresh: list[int]) -> int:
@@ -257,6 +290,7 @@ def _make_writable(manager: KVCacheManager, seq: SequenceState, number: int, pla
     seq.tables[number][written] = fresh[0]
     seq.attached = lowered(seq.attached, number, written)
     manager.transfers.copy(source, fresh[0])
+    seq.awaited.append((number, written))
     drop_blocks(manager, [source])
     return 1
 
@@ -283,25 +317,12 @@ def note_limits(manager: KVCacheManager, seq: SequenceState, *, writable: bool) 
 
 
 def _result(
-    manager: KVCacheManager,
-    seq: SequenceState,
-    cached: int,
-    new_blocks: list[list[int]],
-    start: int,
-    stop: int,
-    end: int,
+    manager: KVCacheManager, seq: SequenceState, cached: int, taken: Taken, start: int, stop: int, end: int
 ) -> Allocation:
-    if not manager.grouped:
-        table, size = seq.tables[0], manager.block_size
-        slots, ahead = _slots(table, size, start, stop), _slots(table, size, stop, end)
-        return Allocation(cached, table.tolist(), new_blocks[0], slots, ahead)
     groups = list(zip(seq.tables, (group.block_size for group in manager.groups), strict=True))
+    slots = [_slots(table, size, start, stop) for table, size in groups]
     return Allocation(
-        cached,
-        [table.tolist() for table in seq.tables],
-        new_blocks,
-        [_slots(table, size, start, stop) for table, size in groups],
-        [_slots(table, size, stop, end) for table, size in groups],
+        cached, taken[0], slots, [_slots(table, size, stop, end) for table, size in groups], taken[1], seq.tables
     )
 
 

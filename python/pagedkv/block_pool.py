@@ -29,7 +29,11 @@ MAX_BLOCKS = 2**31  # block tables hold 32-bit ids
 # Below this many ids a Python loop is faster than the fixed cost of numpy calls.
 _BULK = 12
 # Flags of a block, so that one gather tells whether a table can be given back in bulk.
-_HASHED, _SHARED, _PINNED = 1, 2, 4
+_HASHED, _SHARED, _TWIN, _PINNED = 1, 2, 4, 8
+
+
+def _equal(content: Any, other: Any) -> bool:
+    return content is other or bool(content == other)
 
 
 class BlockPool:
@@ -37,7 +41,8 @@ class BlockPool:
 
     A block is free exactly when its reference count is 0 and nothing pins it; it keeps its hash, and can be hit, until
     it is handed out again. The free queue is a doubly linked list with its ends at entry 0: blocks without a hash join
-    it at the front, blocks with one at the back. A fresh pool hands out 1, 2, 3, ...
+    it at the front, blocks with one at the back. Of blocks with equal hashes and contents (twins) the back keeps one: a
+    freed one joins the front, and another that is free counts as just used. A fresh pool hands out 1, 2, 3, ...
 
     Methods that take ids check them first: `UnknownBlockError`, `BlockReferenceError` and `OutOfBlocksError` leave the
     pool as it was.
@@ -66,9 +71,21 @@ class BlockPool:
         n = self.num_blocks
         self._next = array("q", [*range(1, n), 0])
         self._prev = array("q", [n - 1, *range(n - 1)])
+        self._view_links()
+        self.num_free = n - 1
+
+    def _view_links(self) -> None:
         self._next_np: Ids = np.frombuffer(self._next, np.int64)
         self._prev_np: Ids = np.frombuffer(self._prev, np.int64)
-        self.num_free = n - 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if not name.endswith("_np")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.refs_np = np.frombuffer(self.refs, np.int64)
+        self._flags_np = np.frombuffer(self._flags, np.uint8)
+        self._view_links()
 
     @property
     def num_usable(self) -> int:
@@ -87,8 +104,11 @@ class BlockPool:
         self.num_free -= 1
 
     def _link(self, block: int) -> None:
-        """Puts a free block where its hash says: at the back with one, else at the front."""
-        if self._flags[block]:
+        """Puts a free block where its hash says: at the back with one, at the front without or if a twin stays."""
+        flags = self._flags[block]
+        if flags & _TWIN:
+            self._keep_twin(block)
+        if flags == _HASHED:
             before, after = self._prev[0], 0
         else:
             before, after = 0, self._next[0]
@@ -96,6 +116,27 @@ class BlockPool:
         self._next[before] = block
         self._prev[after] = block
         self.num_free += 1
+
+    def _keep_twin(self, block: int) -> None:
+        """The first of the others is the one to stay; `block` becomes the last of them."""
+        block_hash = self.hashes[block]
+        assert block_hash is not None
+        known, content = self.index[block_hash], self.contents[block]
+        assert isinstance(known, list)
+        if known[-1] != block:
+            known.remove(block)
+            known.append(block)
+        kept = next(other for other in known if _equal(self.contents[other], content))
+        self._requeue(kept)
+
+    def _requeue(self, block: int) -> None:
+        """A hashed block counts as just used, if it is free."""
+        if self.refs[block] == 0 and block not in self.pins:
+            self._unlink(block)
+            before = self._prev[0]
+            self._prev[block], self._next[block] = before, 0
+            self._next[before] = self._prev[0] = block
+            self.num_free += 1
 
     # Handing out and taking back.
 
@@ -179,7 +220,9 @@ class BlockPool:
         values = flags.tobytes()
         num_hashed = values.count(_HASHED)
         if num_hashed + values.count(0) < len(blocks):
-            shared = blocks[flags >= _SHARED]
+            for block in blocks[flags >= _TWIN][::-1].tolist():
+                self._release_one(block)
+            shared = blocks[(flags >= _SHARED) & (flags < _TWIN)]
             counts = self.refs_np[shared] - 1
             self.refs_np[shared] = counts
             self._flags_np[shared[counts == 1]] &= _HASHED
@@ -251,30 +294,39 @@ class BlockPool:
             if self.hashes[block_id] == block_hash:
                 return
             raise BlockReferenceError(f"block {block_id} is published under another hash")
-        self.publish_checked(block_id, block_hash, content, parent, tokens)
+        if self.publish_checked(block_id, block_hash, content) and self.events is not None:
+            self.events.append(("stored", block_hash, parent, tuple(tokens)))
 
     def publish_checked(
-        self, block: int, block_hash: bytes, content: Any, parent: bytes | None = None, tokens: Sequence[int] = ()
-    ) -> None:
-        """`publish` of a block that is known to be referenced and not published."""
+        self, block: int, block_hash: bytes, content: Any, equal: Callable[[Any, Any], bool] = _equal
+    ) -> bool:
+        """`publish` without checks and events; whether nothing carried the hash. A twin's content is kept for both."""
         self.hashes[block] = block_hash
         self.contents[block] = content
         self._flags[block] |= _HASHED
         known = self.index.setdefault(block_hash, block)
-        if known is block:  # the very object that was put in: nothing carried this hash
-            if self.events is not None:
-                self.events.append(("stored", block_hash, parent, tuple(tokens)))
-        elif isinstance(known, list):
-            known.append(block)
-        else:
-            self.index[block_hash] = [known, block]
+        if known is block:  # the very object that was put in
+            return True
+        if not isinstance(known, list):
+            known = self.index[block_hash] = [known]
+        twin = next((other for other in known if equal(self.contents[other], content)), 0)
+        known.append(block)
+        if twin:
+            self.contents[block] = self.contents[twin]
+            self._flags[twin] |= _TWIN
+            self._flags[block] |= _TWIN
+        return False
 
     def cached_block(self, block_hash: bytes) -> int | None:
         """A block that carries the hash, one in use before a free one; None if there is none."""
-        known = self.index.get(block_hash)
-        if isinstance(known, list):
-            return next((block for block in known if self.refs[block]), known[0])
-        return known
+        return next(iter(self.carriers(block_hash)), None)
+
+    def carriers(self, block_hash: bytes) -> Iterable[int]:
+        """The blocks that carry the hash, those in use before free ones."""
+        known = self.index.get(block_hash, ())
+        if isinstance(known, int):
+            return (known,)
+        return (block for in_use in (True, False) for block in known if (self.refs[block] > 0) == in_use)
 
     def evict(self, block_ids: Sequence[int]) -> None:
         """Makes blocks forget their hashes; free ones among them are reused first from now on."""
@@ -283,35 +335,45 @@ class BlockPool:
                 queued = self.refs[block] == 0 and block not in self.pins
                 if queued:
                     self._unlink(block)
-                self._unpublish((block,))
+                self.unpublish(block)
                 self.num_evictions += 1
                 if queued:
                     self._link(block)
 
     def unpublish(self, block: int) -> None:
-        """Forgets the hash of a referenced block that is about to be overwritten."""
+        """Forgets the hash of a block that is not in the queue; a twin that is the last now belongs at the back."""
         if self._flags[block] & _HASHED:
-            self._unpublish((block,))
+            for last in self._unpublish((block,)):
+                self._requeue(last)
 
-    def _unpublish(self, blocks: Sequence[int]) -> None:
+    def _unpublish(self, blocks: Sequence[int]) -> list[int]:
+        """Forgets hashes; gives the blocks that have no twin any more."""
         hashes, contents, flags, index = self.hashes, self.contents, self._flags, self.index
-        gone = []
+        gone, lasts = [], []
         for block in blocks:
             block_hash = hashes[block]
             assert block_hash is not None
-            gone.append((block, contents[block]))
+            content = contents[block]
+            gone.append((block, content))
             hashes[block] = contents[block] = None
-            flags[block] &= ~_HASHED
+            was_twin = flags[block] & _TWIN
+            flags[block] &= ~(_HASHED | _TWIN)
             known = index.pop(block_hash)
             if isinstance(known, list):
                 known.remove(block)
                 index[block_hash] = known if len(known) > 1 else known[0]
+                twins = (other for other in known if was_twin and _equal(contents[other], content))
+                last = next(twins, 0)
+                if last and not next(twins, 0):
+                    flags[last] &= ~_TWIN
+                    lasts.append(last)
                 continue
             self.evicted.append(block_hash)
             if self.events is not None:
                 self.events.append(("removed", block_hash))
         if self.on_unpublish is not None:
             self.on_unpublish(gone)
+        return lasts
 
     def is_published(self, block: int) -> bool:
         return bool(self._flags[block] & _HASHED)
@@ -374,6 +436,9 @@ class BlockPool:
         indexed = 0
         for block_hash, known in self.index.items():
             blocks = known if isinstance(known, list) else [known]
+            for block in blocks:
+                equal = sum(_equal(self.contents[block], self.contents[other]) for other in blocks)
+                _require((self._flags[block] & _TWIN != 0) == (equal > 1), "twin flags and contents disagree")
             _require(len(set(blocks)) == len(blocks) > 0, "the index repeats a block")
             _require(all(self.hashes[block] == block_hash for block in blocks), "an indexed block carries another hash")
             indexed += len(blocks)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pagedkv.allocation import Plan, Request, apply_plan, make_plan
 from pagedkv.errors import CommitError, DuplicateSequenceError, InvalidArgumentError, UnknownSequenceError, refused
-from pagedkv.publishing import check_arrived, publish
+from pagedkv.publishing import check_arrived, new_links, publish
 
 if TYPE_CHECKING:
     from pagedkv.manager import KVCacheManager
@@ -47,10 +47,9 @@ def append_step(manager: KVCacheManager, seq_ids: Sequence[Hashable], tokens: ar
     if plans is None:
         return None
     for seq, token in zip(seqs, tokens.tolist(), strict=True):
-        length, ids = seq.num_tokens, seq.tokens
-        if len(ids) == length:
-            ids.append(token)
-        seq.num_tokens = length = length + 1
+        if seq.all_known:
+            seq.tokens.tail.append(token)
+        seq.num_tokens = length = seq.num_tokens + 1
         if seq.num_granted < length:
             seq.num_granted = length
     step = DecodeStep([([], [], []) for _ in manager.groups])
@@ -98,22 +97,18 @@ def _extend_tables(manager: KVCacheManager, seqs: list[SequenceState], extended:
 def _carry_out(manager: KVCacheManager, seq: SequenceState, row: int, step: DecodeStep) -> None:
     # planned again: an earlier sequence of this step may have copied the block that this one would copy
     plan = make_plan(manager, seq, seq.num_computed, seq.tables, Request(1, 0, 0, seq.num_tokens))
-    apply_plan(manager, seq, plan)
-    for number, (rows, columns, blocks) in enumerate(step.entries):
-        table = seq.tables[number]
-        behind = range(len(table) - plan.num_new_blocks[number] + plan.copied[number], len(table))
-        for column in (plan.written[number], *behind) if plan.copied[number] else behind:
-            rows.append(row)
-            columns.append(column)
-            blocks.append(table[column])
+    _, entries = apply_plan(manager, seq, plan)
+    for (rows, columns, blocks), (changed, ids) in zip(step.entries, entries, strict=True):
+        rows += [row] * len(changed)
+        columns += changed
+        blocks += ids
 
 
 def commit_step(manager: KVCacheManager, seq_ids: Sequence[Hashable]) -> None:
     """`commit` of one token for every sequence; all or nothing."""
     seqs = _states(manager, seq_ids)
-    if manager.transfers:
-        for seq in seqs:
-            check_arrived(manager, seq, seq.num_computed + 1)
+    for seq in seqs if manager.transfers else ():
+        check_arrived(manager, seq)
     filled = []
     for row, seq in enumerate(seqs):
         computed = seq.num_computed + 1
@@ -127,8 +122,14 @@ def commit_step(manager: KVCacheManager, seq_ids: Sequence[Hashable]) -> None:
         seq.num_computed = computed
         if computed >= seq.publish_at:
             filled.append(seq)
-    for seq in filled:
-        publish(manager, seq)
+    try:
+        links = [new_links(manager, seq, seq.num_computed) for seq in filled]
+    except BaseException:  # out of the caller's hash_fn
+        for seq in seqs:
+            seq.num_computed -= 1
+        raise
+    for seq, fresh in zip(filled, links, strict=True):
+        publish(manager, seq, fresh)
 
 
 def _states(manager: KVCacheManager, seq_ids: Sequence[Hashable]) -> list[SequenceState]:

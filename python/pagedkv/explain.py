@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pagedkv.prefix import TOKEN_BYTES, Link, common_tokens, same_prefix, unpack_tokens
+from pagedkv.prefix import Link, common_tokens, same_prefix
+from pagedkv.token_ids import TOKEN_BYTES, unpack_tokens
 
 if TYPE_CHECKING:
     from pagedkv.manager import KVCacheManager

@@ -62,6 +62,12 @@ def _check_sequence(manager: KVCacheManager, seq: SequenceState) -> None:
         held = table[released:].tolist()
         require(not any(table[:released]), "a released block is not null")
         require(all(held), "the null block stands among blocks in sight")
+        pending = {
+            (number, column)
+            for column, block in (enumerate(table) if manager.transfers else ())
+            if manager.transfers.is_pending(block)
+        }
+        require(pending <= set(seq.awaited), "a pending move into its blocks is not awaited")
         require(len(set(held)) == len(held), "a table names a block twice")
         require(len(table) * size >= seq.num_granted, "granted slots have no block")
         require(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pagedkv.block_pool import BlockPool
 from pagedkv.groups import Group
 from pagedkv.prefix import (
-    TOKEN_BYTES,
     ChainHasher,
     Extras,
     KeySet,
@@ -18,8 +17,8 @@ from pagedkv.prefix import (
     adopt,
     common_tokens,
     same_prefix,
-    to_bytes,
 )
+from pagedkv.token_ids import TOKEN_BYTES, TokenIds
 
 
 @dataclass(slots=True)
@@ -59,7 +58,7 @@ class PrefixLookup:
         self._children: dict[tuple[int, bytes, bytes], dict[int, None]] = {}
         pool.on_unpublish = self._note_unpublished
 
-    def find(self, chain: list[Link], tokens: array[int], keys: KeySet, max_tokens: int) -> Hit:
+    def find(self, chain: list[Link], tokens: TokenIds, keys: KeySet, max_tokens: int) -> Hit:
         """The longest prefix of at most `max_tokens` tokens that every group can serve; extends `chain` as needed."""
         max_tokens = max(max_tokens, 0)
         search = _Search(self, chain, tokens, keys)
@@ -72,13 +71,8 @@ class PrefixLookup:
         """A cached block of group `number` that holds block `block` of the chain, or 0."""
         last = (block + 1) * self.groups[number].chunks_per_block - 1
         link = chain[last]
-        known = self.pool.index.get(link.hash + self.suffixes[number])
-        if known is None:
-            return 0
-        contents = self.pool.contents
-        candidates = [known] if isinstance(known, int) else sorted(known, key=lambda b: not self.pool.refs[b])
-        for candidate in candidates:
-            content = contents[candidate]
+        for candidate in self.pool.carriers(link.hash + self.suffixes[number]):
+            content = self.pool.contents[candidate]
             if content is link:
                 return candidate
             if same_prefix(content, link):
@@ -112,10 +106,10 @@ class PrefixLookup:
     def _child_key(self, number: int, link: Link) -> tuple[int, bytes, bytes]:
         return number, link.parent.hash if link.parent else b"", link.tokens[:TOKEN_BYTES]
 
-    def _find_tail(self, hit: Hit, chain: list[Link], tokens: array[int], keys: KeySet, max_tokens: int) -> None:
+    def _find_tail(self, hit: Hit, chain: list[Link], tokens: TokenIds, keys: KeySet, max_tokens: int) -> None:
         size = self.step
         number_of_block = hit.num_tokens // size
-        rest = to_bytes(tokens, hit.num_tokens, min(max_tokens, hit.num_tokens + size))
+        rest = tokens.to_bytes(hit.num_tokens, min(max_tokens, hit.num_tokens + size))
         if not rest:
             return
         parent = chain[number_of_block - 1] if number_of_block else None
@@ -142,7 +136,7 @@ def _equal(content: Link, parent: Link, tokens: bytes, extras: Extras) -> bool:
 class _Search:
     """One search: remembers what each group was found to hold."""
 
-    def __init__(self, lookup: PrefixLookup, chain: list[Link], tokens: array[int], keys: KeySet) -> None:
+    def __init__(self, lookup: PrefixLookup, chain: list[Link], tokens: TokenIds, keys: KeySet) -> None:
         self.lookup = lookup
         self.chain = chain
         self.tokens = tokens
@@ -227,7 +221,7 @@ class _Search:
         get, contents, sha256 = lookup.pool.index.get, lookup.pool.contents, hashlib.sha256
         width, suffix = hasher.chunk * TOKEN_BYTES, lookup.suffixes[number]
         first = len(chain) * hasher.chunk
-        data = to_bytes(self.tokens, first, num_blocks * hasher.chunk)
+        data = self.tokens.to_bytes(first, num_blocks * hasher.chunk)
         parent = chain[-1]
         for low in range(0, len(data), width):
             chunk = data[low : low + width]

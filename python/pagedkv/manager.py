@@ -28,11 +28,12 @@ from pagedkv.explain import PrefixExplanation, explain_prefix
 from pagedkv.groups import MAX_BLOCK_SIZE, GroupSpec, resolve_groups
 from pagedkv.integrity import check_manager
 from pagedkv.lookup import PrefixLookup
-from pagedkv.prefix import NO_KEYS, ChainHasher, ExtraKeys, HashFn, KeySet, pack_tokens
-from pagedkv.publishing import check_arrived, publish
+from pagedkv.prefix import NO_KEYS, ChainHasher, ExtraKeys, HashFn, KeySet, tie, tied
+from pagedkv.publishing import check_arrived, new_links, publish
 from pagedkv.release import drop_host, drop_host_blocks, drop_tables, give_back, share, swap_out
 from pagedkv.sequence import SequenceState, lowered
 from pagedkv.stats import KVCacheStats, collect_stats
+from pagedkv.token_ids import TokenIds, pack_tokens
 from pagedkv.transfers import Pairs, Transfers
 
 __all__ = ["Allocation", "DecodeStep", "GroupSpec", "KVCacheManager", "KVCacheStats", "PrefixExplanation"]
@@ -116,6 +117,17 @@ class KVCacheManager:
         self.num_swaps = 0
         self.recent_hits: deque[tuple[int, int]] = deque(maxlen=_HIT_RATE_WINDOW)
 
+    def __getstate__(self) -> dict[str, Any]:
+        tips = (seq.tip for seq in self.sequences.values())
+        return {**self.__dict__, "links": tied([*self.pool.contents, *tips])}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tie(state.pop("links"))
+        self.__dict__.update(state)
+
+    def __copy__(self) -> KVCacheManager:
+        raise TypeError("a KVCacheManager can not be copied and share its blocks: copy.deepcopy gives one of its own")
+
     def __repr__(self) -> str:
         used = (
             f"{self.pool.num_usable - self.pool.num_free} of {self.pool.num_usable} blocks of {self.block_size} tokens"
@@ -131,7 +143,7 @@ class KVCacheManager:
         keys = _keys(extra_keys, cache_salt)
         if not self.prefix_caching or isinstance(tokens, int):
             return 0
-        hit = self.lookup.find([], tokens, keys, len(tokens) - 1)
+        hit = self.lookup.find([], TokenIds(tokens), keys, len(tokens) - 1)
         return hit.num_tokens + hit.tail_tokens
 
     def add(self, seq_id: SeqId, token_ids: Any, *, extra_keys: ExtraKeys = (), cache_salt: Any = None) -> None:
@@ -149,13 +161,13 @@ class KVCacheManager:
         """
         self._check_new(seq_id)
         tokens = pack_tokens(token_ids)
-        seq = SequenceState(seq_id, _keys(extra_keys, cache_salt), array("q"), 0, len(self.groups))
-        seq.extend(tokens)
+        seq = SequenceState(seq_id, _keys(extra_keys, cache_salt), len(self.groups))
+        seq.extend(self._needed(tokens))
         self.sequences[seq_id] = seq
 
     def append(self, seq_id: SeqId, token_ids: Any) -> None:
         """Adds tokens that exist now (sampled), as ids or as a count."""
-        self._get(seq_id).extend(pack_tokens(token_ids))
+        self._get(seq_id).extend(self._needed(pack_tokens(token_ids)))
 
     def truncate(self, seq_id: SeqId, num_tokens: int) -> None:
         """Cuts a sequence to `num_tokens`, a length, and drops its lookahead slots.
@@ -251,14 +263,16 @@ class KVCacheManager:
         seq = self._get(seq_id)
         others = num_external_tokens or num_lookahead_tokens
         if num_new_tokens == 1 and not others and self.causal and seq.num_computed < min(seq.fast_end, seq.num_tokens):
-            return allocate_next(self, seq)
+            granted: Allocation | None = allocate_next(self, seq)
+            return granted if self.grouped or granted is None else granted.of_one_group()
         request = Request(
             None if num_new_tokens is None else _count("num_new_tokens", num_new_tokens),
             _count("num_external_tokens", num_external_tokens),
             _count("num_lookahead_tokens", num_lookahead_tokens),
             seq.num_tokens,
         )
-        return allocate(self, seq, request) if seq.running else admit(self, seq, request)
+        granted = allocate(self, seq, request) if seq.running else admit(self, seq, request)
+        return granted if self.grouped or granted is None else granted.of_one_group()
 
     def commit(self, seq_id: SeqId, num_tokens: int) -> None:
         """So many more tokens have their KV written; blocks that they fill are published.
@@ -274,11 +288,14 @@ class KVCacheManager:
                 f"num_tokens: sequence {seq_id!r} has {seq.num_computed} of {seq.num_tokens} tokens committed and "
                 f"slots for {seq.num_granted}, got {num_tokens} more"
             )
-        if self.transfers and num_tokens:
-            check_arrived(self, seq, computed)
+        if seq.awaited and num_tokens:
+            check_arrived(self, seq)
+        if computed < seq.publish_at:
+            seq.num_computed = computed
+            return
+        links = new_links(self, seq, computed)  # the caller's hash_fn may raise
         seq.num_computed = computed
-        if computed >= seq.publish_at:
-            publish(self, seq)
+        publish(self, seq, links)
 
     def append_step(self, seq_ids: Sequence[SeqId], token_ids: Any) -> DecodeStep | None:
         """One decode step in one call: a token appended to each sequence, and its slot allocated.
@@ -392,6 +409,10 @@ class KVCacheManager:
     def check_integrity(self) -> None:
         """Raises IntegrityError unless blocks, references, pins, tables and the index agree."""
         check_manager(self)
+
+    def _needed(self, tokens: array[int] | int) -> array[int] | int:
+        """Ids are kept for hashing alone; without it their number does."""
+        return tokens if self.prefix_caching or isinstance(tokens, int) else len(tokens)
 
     def _get(self, seq_id: SeqId) -> SequenceState:
         try:

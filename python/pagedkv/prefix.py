@@ -9,17 +9,13 @@ from __future__ import annotations
 import hashlib
 import operator
 import struct
-import sys
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pagedkv.errors import InvalidArgumentError
+from pagedkv.token_ids import TOKEN_BYTES, TokenIds
 
-TOKEN_BYTES = 8
-_SIGN_BYTE = TOKEN_BYTES - 1 if sys.byteorder == "little" else 0
-_NOT_IDS = (str, bytes, bytearray, set, frozenset, dict)  # have a length and items, but no order of token ids
 HashFn = Callable[[bytes], bytes]
 ExtraKeys = Sequence[tuple[Any, ...]]
 Extras = tuple[tuple[bytes, int], ...]  # (encoded pair, first position in the chunk it concerns), sorted
@@ -38,40 +34,9 @@ class Link:
     extras: Extras
     next: Link | None = None
 
-
-def pack_tokens(token_ids: Any, name: str = "token_ids") -> array[int] | int:
-    """Token ids as an array of their own; a count (ids unknown) is given back as it is."""
-    if hasattr(token_ids, "tolist"):
-        token_ids = token_ids.tolist()
-    if isinstance(token_ids, int) and not isinstance(token_ids, bool):
-        if token_ids < 0:
-            raise InvalidArgumentError(f"{name}: expected ids or a count of at least 0, got {token_ids}")
-        return token_ids
-    if type(token_ids) is not list and isinstance(token_ids, _NOT_IDS):
-        raise InvalidArgumentError(f"{name}: expected a sequence of ints, got {type(token_ids).__name__}")
-    try:
-        # half the time of array("q", token_ids)
-        packed = struct.pack(f"{len(token_ids)}q", *token_ids)
-    except (TypeError, struct.error) as error:
-        raise InvalidArgumentError(f"{name}: expected a sequence of 64-bit ints, or a count ({error})") from None
-    if not packed[_SIGN_BYTE::TOKEN_BYTES].isascii():  # a sign bit is set; min() would take as long as packing
-        raise InvalidArgumentError(f"{name}: expected ids of at least 0, got {min(token_ids)}")
-    tokens = array("q")
-    tokens.frombytes(packed)
-    return tokens
-
-
-def unpack_tokens(data: bytes) -> tuple[int, ...]:
-    """The ids that `to_bytes` packed."""
-    return struct.unpack(f"<{len(data) // TOKEN_BYTES}q", data)
-
-
-def to_bytes(tokens: array[int], start: int, stop: int) -> bytes:
-    """tokens[start:stop] as little-endian int64."""
-    part = tokens[start:stop]
-    if sys.byteorder == "big":
-        part.byteswap()
-    return part.tobytes()
+    def __reduce__(self) -> tuple[Any, ...]:
+        # without its neighbours, which would recurse once per chunk: `tied` carries them beside the links
+        return Link, (self.hash, None, self.tokens, self.extras)
 
 
 def encode(value: Any) -> bytes:
@@ -175,17 +140,17 @@ class ChainHasher:
             raise InvalidArgumentError(f"hash_fn: expected it to return bytes, got {type(digest).__name__}")
         return digest
 
-    def extend(self, chain: list[Link], tokens: array[int], keys: KeySet, num_chunks: int) -> None:
+    def extend(self, chain: list[Link], tokens: TokenIds, keys: KeySet, num_chunks: int) -> None:
         """Appends links until `chain`, which starts at the first chunk, covers `num_chunks` full chunks of `tokens`."""
         chain += self.grow(chain[-1] if chain else None, len(chain), tokens, keys, num_chunks)
 
-    def grow(self, tip: Link | None, first: int, tokens: array[int], keys: KeySet, stop: int) -> list[Link]:
+    def grow(self, tip: Link | None, first: int, tokens: TokenIds, keys: KeySet, stop: int) -> list[Link]:
         """The links of chunks [first, stop), behind `tip`."""
         links: list[Link] = []
         if first >= stop:
             return links
         width = self.chunk * TOKEN_BYTES
-        data = to_bytes(tokens, first * self.chunk, stop * self.chunk)
+        data = tokens.to_bytes(first * self.chunk, stop * self.chunk)
         parent_hash = tip.hash if tip else self.root
         sha256 = hashlib.sha256
         for low in range(0, len(data), width):
@@ -200,6 +165,24 @@ class ChainHasher:
             tip = Link(parent_hash, tip, chunk, extras)
             links.append(tip)
         return links
+
+
+def tied(links: Iterable[Link | None]) -> list[tuple[Link, Link | None, Link | None]]:
+    """Each of these links and of those before them, with its parent and its next one: what `tie` gives to copies."""
+    found: dict[int, Link] = {}
+    for link in links:
+        while link is not None and id(link) not in found:
+            found[id(link)] = link
+            link = link.parent
+    return [
+        (link, link.parent, link.next if link.next is not None and id(link.next) in found else None)
+        for link in found.values()
+    ]
+
+
+def tie(links: list[tuple[Link, Link | None, Link | None]]) -> None:
+    for link, parent, following in links:
+        link.parent, link.next = parent, following
 
 
 def same_prefix(a: Link | None, b: Link | None) -> bool:

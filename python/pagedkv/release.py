@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def give_back(manager: KVCacheManager, seq: SequenceState) -> None:
     """Drops a sequence's references to device and host blocks."""
     drop_tables(manager, seq.tables, seq.released)
+    seq.tables.clear()  # an Allocation may still look at it
     drop_host(manager, seq)
     if seq.running:
         manager.num_running -= 1
@@ -67,8 +68,9 @@ def share(manager: KVCacheManager, parent: SequenceState, child_id: Hashable) ->
     """A new sequence with the parent's committed tokens on the same blocks, host blocks included."""
     length = parent.num_computed
     child = SequenceState(
-        child_id, parent.keys, parent.tokens[:length], length, len(manager.groups), num_computed=length
+        child_id, parent.keys, len(manager.groups), parent.tokens.fork(length), length, num_computed=length
     )
+    child.all_known = len(child.tokens) == length
     child.tip, child.num_links = parent.tip, parent.num_links
     child.cut_links(length // manager.hasher.chunk)
     child.num_hit = min(parent.num_hit, length)
@@ -83,6 +85,12 @@ def share(manager: KVCacheManager, parent: SequenceState, child_id: Hashable) ->
         child.num_granted = length
         manager.num_running += 1
         parent.fast_end = 0
+        parent.awaited = [
+            (number, index)
+            for number, index in parent.awaited
+            if index < len(parent.tables[number]) and manager.transfers.is_pending(parent.tables[number][index])
+        ]
+        child.awaited = list(parent.awaited)
         child.published, child.attached, child.released = (
             min(parent.published, length),
             parent.attached,

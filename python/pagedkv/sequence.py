@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from pagedkv.prefix import KeySet, Link
+from pagedkv.token_ids import TokenIds
 
 NEVER = sys.maxsize
 Counts = tuple[int, ...]
@@ -22,7 +23,8 @@ def lowered(counts: Counts, number: int, limit: int) -> Counts:
 class SequenceState:
     """Lists and tuples have one entry per attention group; counts are tokens unless a name says blocks.
 
-    tokens: ids, fewer than num_tokens where they are unknown. tip: the link of the last of num_links chunks hashed.
+    tokens: ids, fewer than num_tokens where they are unknown or nobody needs them; all_known: none is missing.
+    tip: the link of the last of num_links chunks hashed.
     num_granted: slots exist for the positions below. running: attached, and not preempted since.
     published: full blocks below were offered to the prefix index. attached, released: leading blocks of each table that
     were taken from the index, that were given back.
@@ -30,13 +32,15 @@ class SequenceState:
     num_hit: tokens that came from the prefix cache at the last admission.
     fast_end: tokens at positions below can be written without a look at any block: those blocks are this sequence's
     own and unpublished, and no window gives anything back before. publish_at: computed tokens that fill a next chunk.
+    awaited: (group, table index) of blocks whose content a copy or a swap had to bring, until a commit saw it come.
     """
 
     seq_id: Hashable
     keys: KeySet
-    tokens: array[int]
-    num_tokens: int
     num_groups: int
+    tokens: TokenIds = field(default_factory=TokenIds)
+    num_tokens: int = 0
+    all_known: bool = True
     num_computed: int = 0
     num_granted: int = 0
     num_hit: int = 0
@@ -50,6 +54,7 @@ class SequenceState:
     host: list[list[int]] | None = None
     fast_end: int = 0
     publish_at: int = NEVER
+    awaited: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.detach()
@@ -62,6 +67,7 @@ class SequenceState:
         self.num_granted = self.fast_end = 0
         self.publish_at = NEVER
         self.running = False
+        self.awaited = []
 
     @property
     def num_known(self) -> int:
@@ -72,14 +78,16 @@ class SequenceState:
         """Adds tokens by id, or by count; ids behind unknown ones stay unknown."""
         if isinstance(tokens, int):
             self.num_tokens += tokens
+            self.all_known = self.all_known and not tokens
             return
-        if len(self.tokens) == self.num_tokens:
-            self.tokens.extend(tokens)
+        if self.all_known:
+            self.tokens.tail.extend(tokens)
         self.num_tokens += len(tokens)
 
     def cut(self, num_tokens: int, chunk: int) -> None:
         """Forgets the tokens past `num_tokens`; tables are the caller's."""
-        del self.tokens[num_tokens:]
+        self.tokens.cut(num_tokens)
+        self.all_known = len(self.tokens) == num_tokens
         self.cut_links(num_tokens // chunk)
         self.num_tokens = num_tokens
         self.num_computed = min(self.num_computed, num_tokens)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from pagedkv.manager import KVCacheManager
 
@@ -71,18 +73,17 @@ def _wasted_slots(manager: KVCacheManager) -> tuple[int, int, float]:
     num_slots, wasted, share = 0, 0, 0.0
     for number, group in enumerate(manager.groups):
         size = group.block_size
-        full: set[int] = set()
-        partial: dict[int, int] = {}
+        filled = np.full(manager.pool.num_blocks, -1, np.int64)  # tokens by block, -1 outside of tables
         for seq in manager.sequences.values():
-            table = seq.tables[number]
             num_full = seq.num_computed // size
-            full.update(table[:num_full])
-            for index in range(num_full, len(table)):
-                filled = max(0, seq.num_computed - index * size)
-                partial[table[index]] = max(partial.get(table[index], 0), filled)
-        full.discard(0)
-        empty = sum(size - filled for block, filled in partial.items() if block not in full)
-        num_slots += size * len(full | partial.keys())
+            table = np.array(seq.tables[number], np.int64)
+            filled[table[:num_full]] = size
+            rest = table[num_full:]
+            tokens = np.maximum(seq.num_computed - size * np.arange(num_full, len(table)), 0)
+            filled[rest] = np.maximum(filled[rest], tokens)
+        held = filled[1:][filled[1:] >= 0]
+        empty = int((size - held).sum())
+        num_slots += size * len(held)
         wasted += empty
         share += empty / size
     return num_slots, wasted, share

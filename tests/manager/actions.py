@@ -38,7 +38,7 @@ def snapshot(manager: KVCacheManager) -> Any:
     return (
         {
             seq_id: (
-                list(seq.tokens),
+                list(seq.tokens.part(0, len(seq.tokens))),
                 seq.num_tokens,
                 seq.num_computed,
                 seq.num_granted,

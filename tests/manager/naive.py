@@ -6,6 +6,7 @@ are carried out on lists in the documented order; afterwards what a sequence can
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +96,7 @@ class Harness:
             matched = manager.match_prefix(seq.tokens, **KEYS[seq.key])
         left = len(seq.tokens) - (seq.computed if matched is None else matched)
         external = min(external, left)
+        tables = self._tables(name)
         granted = manager.allocate_slots(name, new, num_external_tokens=external, num_lookahead_tokens=lookahead)
         if granted is None:
             assert before is None or snapshot(manager) == before
@@ -111,6 +113,12 @@ class Harness:
         start = seq.computed + external
         stop = len(seq.tokens) if new is None else min(len(seq.tokens), start + new)
         seq.granted = max(seq.granted, stop + lookahead)
+        for table, (columns, blocks) in zip(tables, granted.entries, strict=True):
+            table += [-1] * (max(columns, default=-1) + 1 - len(table))
+            for column, block in zip(columns, blocks, strict=True):
+                table[column] = block
+        assert tables == self._tables(name)
+        assert granted.block_ids == manager.block_ids(name)
         self._check_slots(name, granted.slots, start, stop)
         self._check_slots(name, granted.lookahead_slots, stop, stop + lookahead)
 
@@ -246,6 +254,15 @@ class Harness:
         assert done == (not used and not self.manager.pool.pins)
         if done:
             assert self.manager.pool.num_published == 0
+
+    def duplicate(self) -> None:
+        """Goes on with a copy; what happens to the original does not reach it."""
+        original, before = self.manager, snapshot(self.manager)
+        self.manager = copy.deepcopy(original)
+        for name in list(self.seqs):
+            original.free(name)
+        original.pool.evict(original.pool.get_new_blocks(original.num_free_blocks))
+        assert snapshot(self.manager) == before
 
     def verify(self) -> None:
         """Every visible position holds what was computed, cached blocks hold what their hash stands for."""

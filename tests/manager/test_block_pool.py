@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 
 import pytest
@@ -83,6 +85,57 @@ def test_evicted_free_block_is_reused_first():
     pool.evict([3])
     pool.check_integrity()
     assert pool.get_new_blocks(2) == [3, 1]
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_freed_twins_are_reused_first(count):
+    """Of equal blocks the back of the queue keeps one, as just used; the copies in front of it keep their hashes."""
+    pool = BlockPool(4 * count + 1)
+    first, other, second, third = (pool.get_new_blocks(count) for _ in range(4))
+    for blocks in (first, second, third):
+        for block, name in zip(blocks, range(count), strict=True):
+            pool.publish(block, b"%d" % name)
+    for block in other:
+        pool.publish(block, b"other %d" % block)
+    for blocks in (first, other, second):
+        pool.free_blocks(blocks[::-1])
+    assert pool.free_ids() == [*second, *first, *other[::-1]]  # the third is still in use
+    pool.free_blocks(third[::-1])
+    assert pool.free_ids() == [*third, *second, *other[::-1], *first[::-1]]
+    # the one that stays is used once more: it is the first to go now, another stays
+    pool.touch(first)
+    pool.free_blocks(first[::-1])
+    assert pool.free_ids() == [*first, *third, *other[::-1], *second[::-1]]
+    pool.check_integrity()
+    pool.evict([*second, *third])
+    assert pool.free_ids() == [*third[::-1], *second[::-1], *other[::-1], *first]
+    pool.check_integrity()
+
+
+def test_equal_hashes_of_other_contents_are_no_twins():
+    pool = BlockPool(4)
+    blocks = pool.get_new_blocks(3)
+    for block, content in zip(blocks, ("a", "b", "a"), strict=True):
+        pool.publish(block, b"h", content)
+    pool.free_blocks([1])
+    pool.free_blocks([2])
+    pool.free_blocks([3])
+    assert pool.free_ids() == [3, 2, 1]
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pool: pickle.loads(pickle.dumps(pool))])
+def test_copies_are_independent(duplicate):
+    pool = BlockPool(40)
+    blocks = pool.get_new_blocks(20)
+    pool.publish(1, b"h", "content")
+    twin = duplicate(pool)
+    pool.free_blocks(blocks[::-1])
+    assert twin.num_free == 19
+    twin.free_blocks(blocks[::-1])  # in bulk, through the views of its own arrays
+    twin.check_integrity()
+    assert twin.free_ids() == pool.free_ids()
+    assert twin.contents[twin.cached_block(b"h")] == "content"
 
 
 def test_pins():

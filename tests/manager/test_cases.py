@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import math
+import pickle
 
+import numpy as np
 import pytest
+import torch
 
 from pagedkv.block_pool import BlockPool
-from pagedkv.errors import BlockReferenceError, PendingCopyError, UnknownSequenceError
+from pagedkv.errors import BlockReferenceError, InvalidArgumentError, PendingCopyError, UnknownSequenceError
 from pagedkv.manager import KVCacheManager
 from tests.manager.actions import cache, compute, run, snapshot
 
@@ -189,7 +194,7 @@ def test_reorder():
     assert [manager.block_ids(beam) for beam in range(3)] == [old[2], old[0], old[0]]
     assert manager.num_free_blocks == free + 1
     assert manager.pool.refs[old[1][1]] == 0
-    assert [list(manager.sequences[beam].tokens[4:]) for beam in range(3)] == [[12], [10], [10]]
+    assert [list(manager.sequences[beam].tokens.part(4, 5)) for beam in range(3)] == [[12], [10], [10]]
 
 
 def test_accounting():
@@ -346,3 +351,82 @@ def test_external_tokens():
     again = manager.allocate_slots("a")
     assert again.slots == granted.slots
     assert again.new_block_ids == []
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda manager: pickle.loads(pickle.dumps(manager))])
+def test_copies_go_on_alone(duplicate):
+    """Of 200,000 tokens too: 12,500 links, each the parent of the next."""
+    manager = KVCacheManager(13_000, 16, record_events=True, num_host_blocks=4)
+    compute(manager, "a", range(200_000))
+    manager.fork("a", "b")
+    compute(manager, "swapped", range(40))
+    manager.preempt("swapped", "swap")
+    other = duplicate(manager)
+    assert snapshot(other) == snapshot(manager)
+    assert other.sequences["a"].tip is other.sequences["b"].tip
+    for side in (manager, other):
+        side.append("b", range(20))
+        run(side, "b")
+    assert snapshot(other) == snapshot(manager)
+    manager.free("a")
+    manager.free("b")
+    assert other.num_tokens("a") == 200_000
+    other.preempt("a")
+    assert run(other, "a").num_cached_tokens == 199_984
+    other.free("a")
+    other.check_integrity()
+    manager.check_integrity()
+
+
+def test_copies_that_can_not_be_are_refused_by_name():
+    manager = KVCacheManager(10, 4, hash_fn=lambda data: data[:8])
+    with pytest.raises(TypeError, match="deepcopy"):
+        copy.copy(manager)
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        pickle.dumps(manager)
+
+
+@pytest.mark.parametrize("scalar", [np.int64(7), np.array(7), torch.tensor(7), np.bool_(True), torch.tensor(7.0)])
+def test_one_token_or_a_count(scalar):
+    """A scalar could be either: it is refused, and never seven tokens."""
+    manager = KVCacheManager(10, 4)
+    compute(manager, "a", range(5))
+    before = snapshot(manager)
+    for call in (
+        lambda: manager.append("a", scalar),
+        lambda: manager.add("b", scalar),
+        lambda: manager.match_prefix(scalar),
+        lambda: manager.append_step(["a"], scalar),
+    ):
+        with pytest.raises(InvalidArgumentError, match=r"token_ids: expected a sequence of ints, .* for one token"):
+            call()
+        assert snapshot(manager) == before
+    manager.append("a", torch.tensor([7]))
+    manager.append("a", [np.int64(7), torch.tensor(7)])
+    assert list(manager.sequences["a"].tokens.part(5, 8)) == [7, 7, 7]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_hash_fn_that_raises_commits_nothing(error):
+    failing = []
+
+    def hash_fn(data: bytes) -> bytes:
+        if failing and failing.pop():
+            raise error
+        return hashlib.sha256(data).digest()
+
+    manager = KVCacheManager(30, 4, hash_fn=hash_fn, record_events=True)
+    for name in "ab":
+        compute(manager, name, [ord(name)] * 7)
+    manager.add("c", range(12))
+    manager.allocate_slots("c")
+    assert manager.append_step("ab", [1, 2]) is not None
+    for call in (lambda: manager.commit("c", 12), lambda: manager.commit_step("ab")):
+        before = snapshot(manager)
+        failing[:] = [True, False]  # the second call of it
+        with pytest.raises(error):
+            call()
+        assert snapshot(manager) == before
+        manager.check_integrity()
+        call()
+    assert [manager.pool.is_published(manager.block_ids(name)[1]) for name in "abc"] == [True] * 3

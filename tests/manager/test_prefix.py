@@ -14,7 +14,8 @@ import pytest
 
 from pagedkv.errors import InvalidArgumentError
 from pagedkv.manager import GroupSpec, KVCacheManager
-from pagedkv.prefix import NO_KEYS, ChainHasher, KeySet, encode, pack_tokens
+from pagedkv.prefix import NO_KEYS, ChainHasher, KeySet, encode
+from pagedkv.token_ids import TokenIds, pack_tokens
 from tests.manager.actions import cache, compute, run
 
 _HASHES = """
@@ -291,7 +292,7 @@ def _common(a: list[int], b: list[int]) -> int:
 
 def test_chain_grows_from_any_point():
     hasher = ChainHasher("sha256", 4)
-    tokens = pack_tokens(range(40))
+    tokens = TokenIds(pack_tokens(range(40)))
     whole = hasher.grow(None, 0, tokens, NO_KEYS, 10)
     part = hasher.grow(whole[3], 4, tokens, NO_KEYS, 10)
     assert [link.hash for link in part] == [link.hash for link in whole[4:]]

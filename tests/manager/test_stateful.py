@@ -118,6 +118,11 @@ class Machine(RuleBasedStateMachine):
         for side in self.sides:
             side.reset()
 
+    @rule()
+    def duplicate(self) -> None:
+        for side in self.sides:
+            side.duplicate()
+
     @invariant()
     def content_is_what_was_computed(self) -> None:
         for side in self.sides:
@@ -138,8 +143,20 @@ def act(side: Harness, rng: random.Random, counter: list[int]) -> None:
     name = rng.choice(names)
     length = len(side.seqs[name].tokens)
     kind = rng.choices(
-        ["append", "allocate", "step", "decode", "truncate", "fork", "reorder", "preempt", "free", "reset"],
-        [4, 8, 8, 4, 2, 2, 1, 2, 2, 1],
+        [
+            "append",
+            "allocate",
+            "step",
+            "decode",
+            "truncate",
+            "fork",
+            "reorder",
+            "preempt",
+            "free",
+            "reset",
+            "duplicate",
+        ],
+        [4, 8, 8, 4, 2, 2, 1, 2, 2, 1, 0.2],
     )[0]
     if kind == "append" and length < MAX_TOKENS:
         side.append(name, [rng.randrange(2) for _ in range(rng.randrange(1, 4))])
@@ -166,6 +183,8 @@ def act(side: Harness, rng: random.Random, counter: list[int]) -> None:
         side.free(name)
     elif kind == "reset":
         side.reset()
+    elif kind == "duplicate":
+        side.duplicate()
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
