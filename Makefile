@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# the CPU build of torch where the index serves it under this pin; any supported torch works: make TORCH=torch
-TORCH ?= torch==2.13.0
+# the CPU build of torch where the index serves it under this pin, and the Triton of that release; any supported torch
+# works: make TORCH=torch
+TORCH ?= torch==2.13.0 triton==3.7.1
 STAMP := $(VENV)/.installed
 
 .PHONY: setup demo test lint format bench fuzz clean
@@ -21,6 +22,7 @@ demo: setup
 	$(BIN)/python examples/generate.py
 
 test: setup
+	$(BIN)/python examples/_models.py smollm2 gemma3
 	$(BIN)/python -m pytest -n 2 tests
 
 lint: setup
