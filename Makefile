@@ -29,6 +29,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/clang-format --dry-run --Werror $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'examples/*.cpp')
 
 format: setup
