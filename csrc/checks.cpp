@@ -61,6 +61,12 @@ void like_sizes(const char* op, const char* argument, const TensorView& t, const
   }
 }
 
+// Views by expand may be longer than 64-bit arithmetic on positions can bear.
+void block_size(const char* op, const char* argument, const TensorView& cache) {
+  PAGEDKV_EXPECT(op, 1 <= cache.size(1) && cache.size(1) <= INT32_MAX, std::string(argument) + ".size(1)",
+                 "be in 1..2147483647 (block_size)", std::to_string(cache.size(1)));
+}
+
 std::optional<TensorView> head_vector(const char* op, const char* argument, const std::optional<Tensor>& tensor,
                                       const TensorView& query) {
   if (!tensor) return std::nullopt;
@@ -110,7 +116,7 @@ CacheViews check_caches(const char* op, const Tensor& key_cache, const Tensor& v
   last_contiguous(op, "key_cache", key);
   last_contiguous(op, "value_cache", value);
   like_sizes(op, "value_cache", value, key, "key_cache", 0, 3);
-  PAGEDKV_EXPECT(op, key.size(1) >= 1, "key_cache.size(1)", "be at least 1 (block_size)", std::to_string(key.size(1)));
+  block_size(op, "key_cache", key);
   return caches;
 }
 
@@ -164,6 +170,7 @@ AttentionViews check_paged_attention(const char* op, const Tensor& query, const 
   last_contiguous(op, "query", q);
   check_size(op, "query", q, 2, k.size(3), "key_cache.size(3)");
   PAGEDKV_EXPECT(op, k.size(2) >= 1, "key_cache.size(2)", "be at least 1 (num_kv_heads)", std::to_string(k.size(2)));
+  PAGEDKV_EXPECT(op, k.size(3) >= 1, "key_cache.size(3)", "be at least 1 (head_size)", std::to_string(k.size(3)));
   PAGEDKV_EXPECT(op, q.size(1) % k.size(2) == 0, "query.size(1)",
                  "be a multiple of " + std::to_string(k.size(2)) + " (key_cache.size(2))", std::to_string(q.size(1)));
   views.table = check_table(op, block_table, seq_lens, "key_cache");
@@ -258,7 +265,7 @@ TensorView check_gather_cache(const Tensor& cache) {
   rank(op, "cache", view, 4, "[num_blocks, block_size, num_kv_heads, head_size]");
   is_cache(op, "cache", view);
   last_contiguous(op, "cache", view);
-  PAGEDKV_EXPECT(op, view.size(1) >= 1, "cache.size(1)", "be at least 1 (block_size)", std::to_string(view.size(1)));
+  block_size(op, "cache", view);
   return view;
 }
 

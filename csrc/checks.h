@@ -79,16 +79,25 @@ std::vector<TensorView> check_copy_blocks(const std::vector<Tensor>& caches, con
 void check_swap_blocks(const TensorView& src, const TensorView& dst, const Tensor& block_mapping);
 TensorView check_gather_cache(const Tensor& cache);
 
-// Values of index tensors, checked before the first byte is written.
+// Index tensors are read once, into `out`, and checked there before the first byte is written: what was checked is what
+// is used, whatever another thread writes into the tensor meanwhile.
+void read_slots(const char* op, const TensorView& slot_mapping, const TensorView& cache, int64_t* out);
+void read_seq_lens(const char* op, const TableViews& table, int64_t block_size, int64_t* out);
+void read_cu_seqlens_q(const char* op, const TensorView& cu_seqlens_q, int64_t num_tokens, int64_t* out);
+// Columns [begin, end) of row `seq`.
+void read_block_ids(const char* op, const TensorView& block_table, int64_t seq, int64_t begin, int64_t end,
+                    int64_t num_blocks, int64_t* out);
+struct BlockPair {
+  int64_t src, dst;
+};
+std::vector<BlockPair> read_block_mapping(const char* op, const TensorView& block_mapping, int64_t num_src,
+                                          int64_t num_dst);
+
 // `index` of a tensor in a list.
 void check_places(const char* op, const char* argument, const TensorView& cache, int64_t index = -1);
 void check_distinct_caches(const char* op, const CacheViews& caches);
-void check_slots(const char* op, const TensorView& slot_mapping, const TensorView& cache);
-void check_seq_lens(const char* op, const TableViews& table, int64_t block_size);
-void check_cu_seqlens_q(const char* op, const TensorView& cu_seqlens_q, int64_t num_tokens);
-// Columns [begin, end) of row `seq`.
-void check_block_ids(const char* op, const TensorView& block_table, int64_t seq, int64_t begin, int64_t end,
-                     int64_t num_blocks);
-void check_block_mapping(const char* op, const TensorView& block_mapping, int64_t num_src, int64_t num_dst);
+// Whether two tensors share elements. Views with unequal strides that reach into each other are not decided.
+enum class Sharing { kNo, kUndecided, kYes };
+Sharing sharing(const TensorView& a, const TensorView& b);
 
 }  // namespace pagedkv

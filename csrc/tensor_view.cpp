@@ -2,6 +2,8 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <algorithm>
+
 namespace pagedkv {
 
 namespace {
@@ -35,10 +37,33 @@ TensorView::TensorView(const Tensor& t) : tensor(&t) {
   strides = stride_pointer;
 }
 
-int64_t TensorView::numel() const {
-  int64_t n = 1;
-  for (int64_t i = 0; i < dim; ++i) n *= sizes[i];
+bool TensorView::empty() const { return std::find(sizes, sizes + dim, 0) != sizes + dim; }
+
+int64_t TensorView::bytes() const {
+  if (empty()) return 0;
+  int64_t n = itemsize();
+  for (int64_t i = 0; i < dim; ++i) n = times(n, sizes[i]);
   return n;
+}
+
+const char* TensorView::end() const {
+  int64_t last = 0;
+  for (int64_t i = 0; i < dim; ++i) {
+    if (sizes[i] > 1) last += (sizes[i] - 1) * strides[i];
+  }
+  return data + (last + 1) * itemsize();
+}
+
+void TensorView::read_indices(int64_t* out, int64_t begin, int64_t end, int64_t row) const {
+  const int64_t step = strides[dim - 1], first = (dim > 1 ? row * strides[0] : 0) + begin * step;
+  const auto read = [&](const auto* source) {
+    for (int64_t i = 0; i < end - begin; ++i) out[i] = source[first + i * step];
+  };
+  if (itemsize() == 8) {
+    read(reinterpret_cast<const int64_t*>(data));
+  } else {
+    read(reinterpret_cast<const int32_t*>(data));
+  }
 }
 
 bool TensorView::is_index() const { return dtype == dtypes().int32 || dtype == dtypes().int64; }
@@ -110,11 +135,15 @@ Tensor empty_cpu(const int64_t* sizes, int64_t dim, int32_t dtype) {
   int64_t stride = 1;
   for (int64_t i = dim - 1; i >= 0; --i) {
     strides[i] = stride;
-    stride *= sizes[i] > 0 ? sizes[i] : 1;
+    stride = times(stride, max_of<int64_t>(sizes[i], 1));
   }
+  const bool empty = std::find(sizes, sizes + dim, 0) != sizes + dim;
+  const int64_t bytes = empty ? 0 : times(stride, aoti_torch_dtype_element_size(dtype));
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(dim, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle));
+  if (bytes == INT64_MAX ||
+      aoti_torch_empty_strided(dim, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle)) {
+    throw OutOfMemory{bytes};
+  }
   return Tensor(handle);
 }
 

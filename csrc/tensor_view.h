@@ -27,17 +27,29 @@ struct TensorView {
 
   int64_t size(int64_t i) const { return sizes[i]; }
   int64_t stride(int64_t i) const { return strides[i]; }
-  int64_t numel() const;
+  bool empty() const;       // of elements
+  int64_t bytes() const;    // of its elements, at most INT64_MAX
+  const char* end() const;  // one past the last byte that it touches, unless empty()
+  // Whether their address ranges overlap.
+  bool touches(const TensorView& other) const {
+    return !empty() && !other.empty() && data < other.end() && other.data < end();
+  }
   bool is_index() const;
   bool is_float() const;
   int64_t itemsize() const;
   DType float_type() const;  // of a tensor that is_float()
-  IndexArray indices() const { return {data, dim > 0 ? strides[0] : 1, itemsize() == 8}; }
+  // Elements [begin, end) along the last dimension of an index tensor; `row` is the index in the first of two.
+  void read_indices(int64_t* out, int64_t begin, int64_t end, int64_t row = 0) const;
 };
 
 std::string dtype_name(int32_t dtype);
 std::string device_name(const Tensor& tensor);
 bool is_cpu(const Tensor& tensor);
+
+// Too little memory; the op's name is added where it is known (library.cpp).
+struct OutOfMemory {
+  int64_t bytes;
+};
 
 // A contiguous tensor on the CPU with undefined contents.
 Tensor empty_cpu(const int64_t* sizes, int64_t dim, int32_t dtype);

@@ -16,7 +16,8 @@ def copy_blocks(caches: list[Tensor], block_mapping: Tensor) -> None:
     """Copy blocks inside every cache of the list, in place; every source is read before any destination is written.
 
     Args:
-        caches: tensors whose first dimension is blocks: each layer's keys, values and scales.
+        caches: tensors whose first dimension is blocks: each layer's keys, values and scales. Those that share memory
+            are written in the order of the list.
         block_mapping: [M, 2] int32 or int64 (source, destination) on the caches' device; no destination twice.
 
     Raises:

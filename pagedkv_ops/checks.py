@@ -19,6 +19,7 @@ from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
+MAX_BLOCK_SIZE = 2**31 - 1
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -74,6 +75,12 @@ def _size(op: str, argument: str, tensor: Tensor, dim: int, size: Any, like: str
     _expect(op, tensor.size(dim) == size, f"{argument}.size({dim})", f"be {size} like {like}", tensor.size(dim))
 
 
+def _block_size(op: str, argument: str, cache: Tensor) -> None:
+    """Views by expand may be longer than 64-bit arithmetic on positions can bear."""
+    for fits in (cache.size(1) >= 1, cache.size(1) <= MAX_BLOCK_SIZE):
+        _expect(op, fits, f"{argument}.size(1)", f"be in 1..{MAX_BLOCK_SIZE} (block_size)", cache.size(1))
+
+
 def _unsupported_scales(op: str, **scales: Tensor | None) -> None:
     for argument, scale in scales.items():
         expectation = "be None (quantised caches are not supported yet)"
@@ -92,7 +99,7 @@ def _check_caches(op: str, key_cache: Tensor, value_cache: Tensor) -> None:
     _last_contiguous(op, "value_cache", value_cache)
     for dim in range(3):
         _size(op, "value_cache", value_cache, dim, key_cache.size(dim), f"key_cache.size({dim})")
-    _expect(op, key_cache.size(1) >= 1, "key_cache.size(1)", "be at least 1 (block_size)", key_cache.size(1))
+    _block_size(op, "key_cache", key_cache)
 
 
 def _check_new_tokens(
@@ -185,6 +192,7 @@ def check_paged_attention(
     _size(op, "query", query, 2, key_cache.size(3), "key_cache.size(3)")
     num_kv_heads = key_cache.size(2)
     _expect(op, num_kv_heads >= 1, "key_cache.size(2)", "be at least 1 (num_kv_heads)", num_kv_heads)
+    _expect(op, key_cache.size(3) >= 1, "key_cache.size(3)", "be at least 1 (head_size)", key_cache.size(3))
     multiple = f"be a multiple of {num_kv_heads} (key_cache.size(2))"
     _expect(op, query.size(1) % num_kv_heads == 0, "query.size(1)", multiple, query.size(1))
     check_table(op, block_table, seq_lens, key_cache, "key_cache")
@@ -289,6 +297,6 @@ def check_gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_le
     _rank(op, "cache", cache, "[num_blocks, block_size, num_kv_heads, head_size]")
     _cache_dtype(op, "cache", cache)
     _last_contiguous(op, "cache", cache)
-    _expect(op, cache.size(1) >= 1, "cache.size(1)", "be at least 1 (block_size)", cache.size(1))
+    _block_size(op, "cache", cache)
     check_table(op, block_table, seq_lens, cache, "cache")
     _expect(op, max_len >= 0, "max_len", "be 0 or more", max_len)

@@ -46,6 +46,7 @@ def write_kv(
 
 def _write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     block_size = key_cache.size(1)
+    key, value = key.clone(), value.clone()  # they may be rows of the caches: every row is read before any is written
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot < 0:  # padding
             continue
@@ -54,14 +55,23 @@ def _write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, s
         value_cache[block, offset] = value[token]
 
 
-def _sequence(cache: Tensor, row: list[int], length: int, columns: range) -> Tensor:
+def _zeros(op: str, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    try:
+        return like.new_zeros(shape, dtype=dtype)
+    except RuntimeError:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        amount = f"{num_bytes} bytes" if num_bytes < 2**63 - 1 else "2**63 bytes or more"
+        raise RuntimeError(f"{op}: cannot allocate {amount}") from None
+
+
+def _sequence(cache: Tensor, row: Tensor, length: int, columns: range) -> Tensor:
     """One sequence as float32 [length, Hkv, D]; positions outside the table ``columns`` are zero and never read."""
     block_size = cache.size(1)
     out = torch.zeros(length, *cache.shape[2:], dtype=torch.float32, device=cache.device)
     for column in columns:
         start = column * block_size
         stop = min(start + block_size, length)
-        out[start:stop] = cache[row[column], : stop - start].float()
+        out[start:stop] = cache[int(row[column]), : stop - start].float()
     return out
 
 
@@ -74,10 +84,11 @@ def _visible(
     visible = torch.ones(query_len, seq_len, dtype=torch.bool, device=device)
     if causal:
         visible &= key_position <= query_position
+    longest = max(query_len, seq_len)  # no two positions are further apart, and a sum with more may not fit 64 bits
     if window_left >= 0:
-        visible &= key_position >= query_position - window_left
+        visible &= key_position >= query_position - min(window_left, longest)
     if window_right >= 0:
-        visible &= key_position <= query_position + window_right
+        visible &= key_position <= query_position + min(window_right, longest)
     return visible
 
 
@@ -94,7 +105,9 @@ def _attend_one_head(
     query_len, seq_len = visible.shape
     logits = (query @ key.T) * scale
     if softcap > 0:
-        logits = softcap * torch.tanh(logits / softcap)
+        # in float64: 1e-50 and 1e39 are no numbers of float32, and 1 / 3e38 loses digits there
+        softcap = min(softcap, torch.finfo(torch.float32).max)
+        logits = (softcap * torch.tanh(logits.double() / softcap)).float()
     query_position = torch.arange(seq_len - query_len, seq_len, device=query.device)[:, None]
     key_position = torch.arange(seq_len, device=query.device)[None, :]
     logits = logits + alibi_slope * (key_position - query_position)
@@ -152,9 +165,9 @@ def paged_attention_with_lse(
     group_size = num_heads // key_cache.size(2)
     scale = head_size**-0.5 if scale is None else scale
     bounds = cu_seqlens_q.tolist() if cu_seqlens_q is not None else list(range(num_tokens + 1))
-    out = torch.zeros(num_tokens, num_heads, value_cache.size(3), dtype=torch.float32, device=query.device)
-    lse = torch.full((num_tokens, num_heads), -math.inf, device=query.device)
-    for b, (row, seq_len) in enumerate(zip(block_table.tolist(), seq_lens.tolist(), strict=True)):
+    out = _zeros(op, query, (num_tokens, num_heads, value_cache.size(3)), torch.float32)
+    lse = _zeros(op, query, (num_tokens, num_heads), torch.float32).fill_(-math.inf)
+    for b, (row, seq_len) in enumerate(zip(block_table, seq_lens.tolist(), strict=True)):
         rows, query_len = slice(bounds[b], bounds[b + 1]), bounds[b + 1] - bounds[b]
         columns = value_checks.visible_blocks(query_len, seq_len, key_cache.size(1), causal, window_left, window_right)
         key = _sequence(key_cache, row, seq_len, columns)
@@ -217,6 +230,7 @@ def paged_attention_append(
     value_checks.check_distinct_caches(op, key_cache, value_cache)
     value_checks.check_slots(op, slot_mapping, key_cache)
     value_checks.check_attention_values(op, query.size(0), key_cache, block_table, seq_lens, cu_seqlens_q, **window)
+    query = query.clone()  # like key and value it is read before anything is written
     _write(key, value, key_cache, value_cache, slot_mapping)
     return paged_attention_with_lse(
         query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, op=op, **window, **options
@@ -224,14 +238,19 @@ def paged_attention_append(
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint sets of keys: softmax weights of the two denominators."""
+    """Attention over the union of two disjoint sets of keys: softmax weights of the two denominators.
+
+    A part of weight 0, as one that saw no key, is not taken at all: its values may be NaN. An lse of +inf stays one.
+    """
     checks.check_merge_states(out_a, lse_a, out_b, lse_b)
     lse = torch.logaddexp(lse_a, lse_b)
-    sees_nothing = torch.isneginf(lse)
-    weight_a = torch.exp(lse_a - lse).masked_fill(sees_nothing, 0.0)[..., None]
-    weight_b = torch.exp(lse_b - lse).masked_fill(sees_nothing, 0.0)[..., None]
-    out = weight_a * out_a.float() + weight_b * out_b.float()
-    return out.to(out_a.dtype).contiguous(), lse.contiguous()
+    out = torch.zeros(out_a.shape, dtype=torch.float32, device=out_a.device)
+    for part, part_lse, other_lse in ((out_a, lse_a, lse_b), (out_b, lse_b, lse_a)):
+        weight = torch.exp(part_lse - lse)
+        weight = weight.masked_fill(torch.isneginf(other_lse), 1.0).masked_fill(torch.isneginf(part_lse), 0.0)
+        weight = weight[..., None]
+        out += torch.where(weight == 0, 0.0, weight * part.float())
+    return out.to(out_a.dtype), lse.contiguous()
 
 
 def copy_blocks(caches: Sequence[Tensor], block_mapping: Tensor) -> None:
@@ -241,8 +260,9 @@ def copy_blocks(caches: Sequence[Tensor], block_mapping: Tensor) -> None:
     fewest = min(cache.size(0) for cache in caches)
     value_checks.check_block_mapping("copy_blocks", block_mapping, fewest, fewest)
     src, dst = block_mapping.long().unbind(1)
-    for cache in caches:
-        cache[dst] = cache[src]  # the gather on the right is complete before the first write
+    sources = [cache[src] for cache in caches]  # all are read first: caches of the list may share memory
+    for cache, source in zip(caches, sources, strict=True):
+        cache[dst] = source
 
 
 def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
@@ -257,8 +277,10 @@ def gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int
     checks.check_gather_kv(cache, block_table, seq_lens, max_len)
     value_checks.check_gather_values(cache, block_table, seq_lens, max_len)
     block_size = cache.size(1)
-    out = cache.new_zeros(seq_lens.size(0), max_len, *cache.shape[2:])
-    for b, (row, seq_len) in enumerate(zip(block_table.tolist(), seq_lens.tolist(), strict=True)):
+    out = _zeros("gather_kv", cache, (seq_lens.size(0), max_len, *cache.shape[2:]), cache.dtype)
+    if out.numel() == 0:
+        return out
+    for b, (row, seq_len) in enumerate(zip(block_table, seq_lens.tolist(), strict=True)):
         for position in range(min(seq_len, max_len)):
-            out[b, position] = cache[row[position // block_size], position % block_size]
+            out[b, position] = cache[int(row[position // block_size]), position % block_size]
     return out

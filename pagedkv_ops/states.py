@@ -15,7 +15,8 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
     Args:
         out_a, out_b: [T, num_heads, v_head_size], one float type.
-        lse_a, lse_b: [T, num_heads] float32, natural log of the denominators; -inf where a part saw nothing.
+        lse_a, lse_b: [T, num_heads] float32, natural log of the denominators; -inf where a part saw nothing; its
+            values are not taken then, whatever they are.
 
     Returns:
         out [T, num_heads, v_head_size] and lse [T, num_heads] float32, contiguous.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+MAX_LENGTH = 2**62  # so that sums of positions and windows stay inside 64 bits
+
 
 def _fail(op: str, argument: str, expectation: str, actual: object) -> None:
     raise RuntimeError(f"{op}: {argument} must {expectation}, got {actual}")
@@ -34,7 +36,7 @@ def check_slots(op: str, slot_mapping: Tensor, cache: Tensor) -> None:
 
 
 def check_seq_lens(op: str, seq_lens: Tensor, block_table: Tensor, block_size: int) -> None:
-    capacity = block_table.size(1) * block_size
+    capacity = min(block_table.size(1) * block_size, MAX_LENGTH)
     for b, length in enumerate(seq_lens.tolist()):
         if not 0 <= length <= capacity:
             _fail(op, f"seq_lens[{b}]", f"be in 0..{capacity} (block_table.size(1) * block_size)", length)
@@ -56,10 +58,10 @@ def _in_blocks(num_blocks: int, note: str = "") -> str:
     return f"be in 0..{num_blocks - 1}{note}" if num_blocks else "be absent (there are no blocks)"
 
 
-def check_block_ids(op: str, row: list[int], b: int, columns: range, num_blocks: int) -> None:
-    for column in columns:
-        if not 0 <= row[column] < num_blocks:
-            _fail(op, f"block_table[{b}, {column}]", _in_blocks(num_blocks, " (num_blocks - 1)"), row[column])
+def check_block_ids(op: str, block_table: Tensor, b: int, columns: range, num_blocks: int) -> None:
+    for column, block in zip(columns, block_table[b, columns.start : columns.stop].tolist(), strict=True):
+        if not 0 <= block < num_blocks:
+            _fail(op, f"block_table[{b}, {column}]", _in_blocks(num_blocks, " (num_blocks - 1)"), block)
 
 
 def check_attention_values(
@@ -78,18 +80,17 @@ def check_attention_values(
     if cu_seqlens_q is not None:
         check_cu_seqlens_q(op, cu_seqlens_q, num_tokens)
     bounds = cu_seqlens_q.tolist() if cu_seqlens_q is not None else list(range(num_tokens + 1))
-    table = block_table.tolist()
     for b, seq_len in enumerate(seq_lens.tolist()):
         query_len = bounds[b + 1] - bounds[b]
         columns = visible_blocks(query_len, seq_len, block_size, causal, window_left, window_right)
-        check_block_ids(op, table[b], b, columns, cache.size(0))
+        check_block_ids(op, block_table, b, columns, cache.size(0))
 
 
 def check_gather_values(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int) -> None:
     check_seq_lens("gather_kv", seq_lens, block_table, cache.size(1))
-    for b, (row, seq_len) in enumerate(zip(block_table.tolist(), seq_lens.tolist(), strict=True)):
+    for b, seq_len in enumerate(seq_lens.tolist()):
         num_columns = -(-min(seq_len, max_len) // cache.size(1))
-        check_block_ids("gather_kv", row, b, range(num_columns), cache.size(0))
+        check_block_ids("gather_kv", block_table, b, range(num_columns), cache.size(0))
 
 
 def check_block_mapping(op: str, block_mapping: Tensor, num_src: int, num_dst: int) -> None:
@@ -130,11 +131,17 @@ def shares_elements(a: Tensor, b: Tensor) -> bool:
     """Whether two equally strided views name a common address (views of unequal strides: whether both start there)."""
     if a.numel() == 0 or b.numel() == 0 or a.dtype != b.dtype:
         return False
-    distance, remainder = divmod(b.data_ptr() - a.data_ptr(), a.element_size())
-    if distance == 0 or remainder != 0 or a.stride() != b.stride():
+    distance = b.data_ptr() - a.data_ptr()
+    if distance == 0 or distance % a.element_size() != 0:
         return distance == 0
-    dims = sorted(zip(a.stride(), a.shape, b.shape, strict=True), reverse=True)
-    return _reachable(distance, dims)
+    dims = []
+    for stride_a, stride_b, size_a, size_b in zip(a.stride(), b.stride(), a.shape, b.shape, strict=True):
+        if size_a == size_b == 1:
+            continue  # its stride means nothing
+        if size_a > 1 and size_b > 1 and stride_a != stride_b:
+            return False
+        dims.append((stride_a if size_a > 1 else stride_b, size_a, size_b))
+    return _reachable(distance // a.element_size(), sorted(dims, reverse=True))
 
 
 def _reachable(distance: int, dims: list[tuple[int, int, int]]) -> bool:
@@ -142,8 +149,6 @@ def _reachable(distance: int, dims: list[tuple[int, int, int]]) -> bool:
     if not dims:
         return distance == 0
     (stride, size_a, size_b), rest = dims[0], dims[1:]
-    if stride == 0:
-        return _reachable(distance, rest)
     steps = distance // stride
     # smaller strides together reach less than one step of this one, so only the two nearest multiples can work
     return any(-size_b < step < size_a and _reachable(distance - step * stride, rest) for step in (steps, steps + 1))

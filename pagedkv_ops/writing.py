@@ -27,7 +27,8 @@ def write_kv(
     """Write the keys and values of T new tokens into their slots of the cache, in place.
 
     Args:
-        key: [T, num_kv_heads, head_size], float32, float16 or bfloat16; may be a strided slice of a projection.
+        key: [T, num_kv_heads, head_size], float32, float16 or bfloat16; may be a strided slice of a projection, or rows
+            of the caches: every row is read before any is written.
         value: [T, num_kv_heads, v_head_size], likewise.
         key_cache: [num_blocks, block_size, num_kv_heads, head_size], a float type (the new values are rounded to it,
             nearest even); last dimension contiguous, outer strides free.

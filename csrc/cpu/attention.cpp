@@ -1,8 +1,10 @@
 // paged_attention, paged_attention_with_lse, paged_attention_append: checks, arguments, the call of the scheduler.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 
+#include "block_layout.h"
 #include "ops.h"
 #include "scratch.h"
 
@@ -19,20 +21,51 @@ const float* head_values(const std::optional<TensorView>& view, float* dst) {
 
 CacheView cache_view(const TensorView& t) { return {t.data, t.stride(0), t.stride(1), t.stride(2)}; }
 
-void check_values(const char* op, const AttentionViews& views, const AttentionArgs& args) {
-  check_seq_lens(op, views.table, args.block_size);
-  if (views.cu_seqlens_q) check_cu_seqlens_q(op, *views.cu_seqlens_q, args.num_tokens);
-  for (int64_t seq = 0; seq < args.num_seqs; ++seq) {
-    const int64_t seq_len = args.seq_lens[seq], query_length = args.query_length(seq);
-    if (seq_len == 0 || query_length == 0) continue;
-    const int64_t begin = visible_keys(args, seq_len, query_length, 0).begin;
-    const int64_t end = visible_keys(args, seq_len, query_length, query_length - 1).end;
-    check_block_ids(op, views.table.block_table, seq, begin / args.block_size, ceil_div(end, args.block_size),
-                    args.num_blocks);
-  }
+// 0 is off. A number that float32 can not hold acts as the nearest one that it can: the logits are then all about 0, or
+// as good as not capped.
+float softcap(double value) {
+  constexpr double kSmallest = std::numeric_limits<float>::min(), kLargest = std::numeric_limits<float>::max();
+  return value == 0 ? 0.0f : static_cast<float>(std::clamp(value, kSmallest, kLargest));
 }
 
-AttentionArgs make_args(const AttentionViews& views, const AttentionOptions& options, float* head_buffer) {
+int64_t window(int64_t tokens) { return tokens > kLongestWindow ? -1 : tokens; }
+
+KeyRange visible_columns(const AttentionArgs& args, int64_t seq) {
+  const int64_t seq_len = args.seq_lens[seq], query_length = args.query_length(seq);
+  if (seq_len == 0 || query_length == 0) return {0, 0};
+  const int64_t begin = visible_keys(args, seq_len, query_length, 0).begin / args.block_size;
+  const int64_t end = ceil_div(visible_keys(args, seq_len, query_length, query_length - 1).end, args.block_size);
+  return {begin, max_of(begin, end)};
+}
+
+// Reads and checks lengths, bounds and the visible part of the table.
+void read_indices(const char* op, const AttentionViews& views, AttentionArgs& args) {
+  const int64_t num_seqs = args.num_seqs;
+  int64_t* seq_lens = call_scratch().lengths.reserve_for<int64_t>(times(3, num_seqs + 1));
+  int64_t *bounds = seq_lens + num_seqs, *row_starts = bounds + num_seqs + 1;
+  read_seq_lens(op, views.table, args.block_size, seq_lens);
+  args.seq_lens = seq_lens;
+  if (views.cu_seqlens_q) {
+    read_cu_seqlens_q(op, *views.cu_seqlens_q, args.num_tokens, bounds);
+    args.cu_seqlens_q = bounds;
+  }
+  int64_t used = 0;
+  for (int64_t seq = 0; seq < num_seqs; ++seq) {
+    const KeyRange columns = visible_columns(args, seq);
+    row_starts[seq] = used - columns.begin;
+    if (__builtin_add_overflow(used, columns.end - columns.begin, &used)) throw OutOfMemory{INT64_MAX};
+  }
+  int64_t* blocks = call_scratch().blocks.reserve_for<int64_t>(used);
+  for (int64_t seq = 0; seq < num_seqs; ++seq) {
+    const KeyRange columns = visible_columns(args, seq);
+    read_block_ids(op, views.table.block_table, seq, columns.begin, columns.end, views.caches.key.size(0),
+                   blocks + row_starts[seq] + columns.begin);
+  }
+  args.row_starts = row_starts;
+  args.blocks = blocks;
+}
+
+AttentionArgs make_args(const char* op, const AttentionViews& views, const AttentionOptions& options) {
   const TensorView &query = views.query, &key = views.caches.key, &value = views.caches.value;
   AttentionArgs args;
   args.query = query.data;
@@ -42,12 +75,6 @@ AttentionArgs make_args(const AttentionViews& views, const AttentionOptions& opt
   args.key = cache_view(key);
   args.value = cache_view(value);
   args.cache_dtype = key.float_type();
-  args.block_table = views.table.block_table.indices();
-  args.block_table.stride = 1;
-  args.table_row_stride = views.table.block_table.stride(0);
-  args.table_column_stride = views.table.block_table.stride(1);
-  args.seq_lens = views.table.seq_lens.indices();
-  if (views.cu_seqlens_q) args.cu_seqlens_q = views.cu_seqlens_q->indices();
   args.num_tokens = query.size(0);
   args.num_seqs = views.table.seq_lens.size(0);
   args.num_heads = query.size(1);
@@ -55,17 +82,17 @@ AttentionArgs make_args(const AttentionViews& views, const AttentionOptions& opt
   args.head_size = key.size(3);
   args.value_head_size = value.size(3);
   args.block_size = key.size(1);
-  args.table_width = views.table.block_table.size(1);
-  args.num_blocks = key.size(0);
   args.scale =
       options.scale ? static_cast<float>(*options.scale) : 1.0f / std::sqrt(static_cast<float>(args.head_size));
-  args.softcap = static_cast<float>(options.softcap);
+  args.softcap = softcap(options.softcap);
   args.causal = options.causal;
-  args.window_left = options.window_left;
-  args.window_right = options.window_right;
+  args.window_left = window(options.window_left);
+  args.window_right = window(options.window_right);
   args.num_splits = options.num_splits;
+  float* head_buffer = call_scratch().heads.reserve_for<float>(times(2, args.num_heads));
   args.alibi_slopes = head_values(views.alibi_slopes, head_buffer);
   args.sinks = head_values(views.sinks, head_buffer + args.num_heads);
+  read_indices(op, views, args);
   return args;
 }
 
@@ -93,7 +120,7 @@ Output attend(const AttentionViews& views, AttentionArgs& args, bool with_lse) {
     output.lse = empty_cpu(sizes, 2, float32_dtype());
     args.lse = reinterpret_cast<float*>(data_of(*output.lse));
   }
-  if (args.num_tokens == 0 || args.num_heads == 0) return output;
+  if (args.num_tokens == 0 || args.num_heads == 0 || (args.value_head_size == 0 && !with_lse)) return output;
   run_attention(args);
   clear_padding(args);
   return output;
@@ -104,9 +131,7 @@ Output check_and_attend(const char* op, bool with_lse, const Tensor& query, cons
                         const MaybeTensor& cu_seqlens_q, const AttentionOptions& options) {
   const AttentionViews views =
       check_paged_attention(op, query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, options);
-  AttentionArgs args = make_args(
-      views, options, reinterpret_cast<float*>(head_scratch().reserve(2 * views.query.size(1) * sizeof(float))));
-  check_values(op, views, args);
+  AttentionArgs args = make_args(op, views, options);
   return attend(views, args, with_lse);
 }
 
@@ -146,18 +171,19 @@ Tensor paged_attention_append(const Tensor& query, const Tensor& key, const Tens
   const char* op = "paged_attention_append";
   const AttentionOptions options{scale,        causal, window_left, window_right, softcap,
                                  alibi_slopes, sinks,  k_scale,     v_scale,      num_splits};
-  const AttentionViews views =
+  AttentionViews views =
       check_paged_attention(op, query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, options);
   const NewTokens tokens = check_new_tokens(op, key, value, views.caches, slot_mapping);
   check_size(op, "key", tokens.key, 0, views.query.size(0), "query.size(0)");
   check_no_scale(op, "k_scale_cache", k_scale_cache);
   check_no_scale(op, "v_scale_cache", v_scale_cache);
   check_distinct_caches(op, views.caches);
-  check_slots(op, tokens.slot_mapping, views.caches.key);
-  AttentionArgs args = make_args(
-      views, options, reinterpret_cast<float*>(head_scratch().reserve(2 * views.query.size(1) * sizeof(float))));
-  check_values(op, views, args);
-  write_checked(tokens, views.caches);
+  const int64_t* slots = slots_of(op, tokens, views.caches);
+  ReadFirst query_copy;
+  query_copy.apply(views.query, views.caches.key);
+  query_copy.apply(views.query, views.caches.value);
+  AttentionArgs args = make_args(op, views, options);
+  write_checked(tokens, slots, views.caches);
   return attend(views, args, false).out;
 }
 

@@ -26,11 +26,11 @@ struct AttentionArgs {
   DType query_dtype = DType::kFloat32;
   DType cache_dtype = DType::kFloat32;
 
-  IndexArray block_table;        // [B, W]; entry (b, i) is block_table[b * table_row_stride + i * table_column_stride]
-  int64_t table_row_stride = 0;  // block_table.stride is 1
-  int64_t table_column_stride = 1;
-  IndexArray seq_lens;      // [B]
-  IndexArray cu_seqlens_q;  // [B + 1], or data == null: one query token per sequence
+  // Copies that were read once and checked: another thread may write to the tensors meanwhile.
+  const int64_t* blocks = nullptr;        // the visible entries of block_table, row after row
+  const int64_t* row_starts = nullptr;    // [B]: entry (b, i) of the table is blocks[row_starts[b] + i]
+  const int64_t* seq_lens = nullptr;      // [B]
+  const int64_t* cu_seqlens_q = nullptr;  // [B + 1], or null: one query token per sequence
 
   int64_t num_tokens = 0;       // T
   int64_t num_seqs = 0;         // B
@@ -39,25 +39,21 @@ struct AttentionArgs {
   int64_t head_size = 0;        // D
   int64_t value_head_size = 0;  // Dv
   int64_t block_size = 0;       // S
-  int64_t table_width = 0;      // W
-  int64_t num_blocks = 0;       // N
 
   float scale = 1.0f;
   float softcap = 0.0f;  // 0: none
   bool causal = true;
-  int64_t window_left = -1;             // -1: unlimited
-  int64_t window_right = -1;            // -1: unlimited
+  int64_t window_left = -1;             // -1: unlimited; below kLongestWindow
+  int64_t window_right = -1;            // likewise
   const float* alibi_slopes = nullptr;  // [Hq] or null
   const float* sinks = nullptr;         // [Hq] or null
   int64_t num_splits = 0;               // 0: automatic, 1: never split the keys of a row
 
   PAGEDKV_INLINE int64_t group_size() const { return num_heads / num_kv_heads; }
-  PAGEDKV_INLINE int64_t block_id(int64_t seq, int64_t index) const {
-    return block_table[seq * table_row_stride + index * table_column_stride];
-  }
-  PAGEDKV_INLINE int64_t query_start(int64_t seq) const { return cu_seqlens_q.data ? cu_seqlens_q[seq] : seq; }
+  PAGEDKV_INLINE int64_t block_id(int64_t seq, int64_t index) const { return blocks[row_starts[seq] + index]; }
+  PAGEDKV_INLINE int64_t query_start(int64_t seq) const { return cu_seqlens_q ? cu_seqlens_q[seq] : seq; }
   PAGEDKV_INLINE int64_t query_length(int64_t seq) const {
-    return cu_seqlens_q.data ? cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] : 1;
+    return cu_seqlens_q ? cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] : 1;
   }
   // Address of a cached row: token `position` of sequence `seq`, KV head 0. position < seq_lens[seq].
   PAGEDKV_INLINE const char* row(const CacheView& cache, int64_t seq, int64_t position) const {
@@ -66,6 +62,9 @@ struct AttentionArgs {
                             (block_id(seq, position / block_size) * cache.block_stride + offset * cache.token_stride);
   }
 };
+
+// Sums of positions and windows stay inside 64 bits: lengths are at most twice this, longer windows count as unlimited.
+constexpr int64_t kLongestWindow = int64_t{1} << 61;
 
 // Keys [begin, end) are visible to a query token; empty when end <= begin.
 struct KeyRange {
@@ -92,8 +91,8 @@ struct PrefillTask {
   int64_t end;
 };
 
-// Scratch of the calling thread, 64-byte aligned, kept between calls and only ever grown; contents are undefined.
+// Scratch of the calling thread, 64-byte aligned, kept between calls (scratch.h); contents are undefined.
 // One owner at a time: a kernel asks once per task and cuts it up itself.
-char* thread_scratch(size_t bytes);
+char* thread_scratch(int64_t bytes);
 
 }  // namespace pagedkv

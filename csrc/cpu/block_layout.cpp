@@ -1,37 +1,46 @@
 #include "block_layout.h"
 
 #include <algorithm>
-#include <array>
-#include <stdexcept>
+#include <cstring>
+#include <new>
 
 namespace pagedkv {
 
 BlockLayout::BlockLayout(const TensorView& src, const TensorView& dst, int64_t first_dim) {
-  if (src.dim - first_dim > kMaxDims) throw std::runtime_error("pagedkv: tensors of more than 16 dimensions");
-  std::array<int64_t, kMaxDims> order;
-  int64_t n = 0;
+  const int64_t itemsize = src.itemsize();
   for (int64_t d = first_dim; d < src.dim; ++d) {
-    if (src.size(d) != 1) order[n++] = d;
+    if (src.size(d) != 1) loops.push_back({src.size(d), src.stride(d) * itemsize, dst.stride(d) * itemsize});
   }
   // Outermost first, so that neighbours can be joined: an HND view then is as contiguous as its storage.
-  std::sort(order.begin(), order.begin() + n, [&](int64_t a, int64_t b) { return src.stride(a) > src.stride(b); });
-  const int64_t itemsize = src.itemsize();
+  std::stable_sort(loops.begin(), loops.end(),
+                   [](const Loop& a, const Loop& b) { return a.src_stride > b.src_stride; });
   run_bytes = itemsize;
-  while (n > 0 && src.stride(order[n - 1]) * itemsize == run_bytes &&
-         dst.stride(order[n - 1]) * itemsize == run_bytes) {
-    run_bytes *= src.size(order[--n]);
-  }
-  for (; dims < n; ++dims) {
-    sizes[dims] = src.size(order[dims]);
-    src_strides[dims] = src.stride(order[dims]) * itemsize;
-    dst_strides[dims] = dst.stride(order[dims]) * itemsize;
+  while (!loops.empty() && loops.back().src_stride == run_bytes && loops.back().dst_stride == run_bytes) {
+    run_bytes *= loops.back().size;
+    loops.pop_back();
   }
 }
 
 int64_t BlockLayout::bytes() const {
   int64_t total = run_bytes;
-  for (int64_t d = 0; d < dims; ++d) total *= sizes[d];
+  for (const Loop& loop : loops) total *= loop.size;
   return total;
+}
+
+void ReadFirst::apply(TensorView& input, const TensorView& written) {
+  if (copy_ || !input.touches(written)) return;
+  const int64_t bytes = input.bytes();
+  copy_.reset(bytes == INT64_MAX ? nullptr : new (std::nothrow) char[bytes]);
+  if (!copy_) throw OutOfMemory{bytes};
+  strides_.assign(input.dim, 1);
+  for (int64_t d = input.dim - 2; d >= 0; --d) strides_[d] = strides_[d + 1] * input.size(d + 1);
+  TensorView copy = input;
+  copy.data = copy_.get();
+  copy.strides = strides_.data();
+  BlockLayout(input, copy, 0).for_each_run(copy.data, input.data, [](char* dst, const char* src, int64_t n) {
+    std::memcpy(dst, src, n);
+  });
+  input = copy;
 }
 
 }  // namespace pagedkv

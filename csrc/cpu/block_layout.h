@@ -1,17 +1,20 @@
 // How the elements of one block lie in memory, for copies between blocks of equal shape.
 #pragma once
 
+#include <memory>
+#include <vector>
+
 #include "../tensor_view.h"
 
 namespace pagedkv {
 
-// Nested loops over `dims` runs of `run_bytes` bytes that are contiguous on both sides.
+// Nested loops over runs of `run_bytes` bytes that are contiguous on both sides.
 struct BlockLayout {
-  static constexpr int64_t kMaxDims = 16;
-  int64_t dims = 0;
-  int64_t sizes[kMaxDims];
-  int64_t src_strides[kMaxDims];  // bytes
-  int64_t dst_strides[kMaxDims];
+  struct Loop {
+    int64_t size;
+    int64_t src_stride, dst_stride;  // bytes
+  };
+  std::vector<Loop> loops;  // outermost first
   int64_t run_bytes = 0;
 
   // Dimensions from `first_dim` on of two tensors of equal shape there.
@@ -20,10 +23,23 @@ struct BlockLayout {
 
   // Calls f(dst, src, run_bytes) for every run.
   template <typename F>
-  void for_each_run(char* dst, const char* src, const F& f, int64_t d = 0) const {
-    if (d == dims) return f(dst, src, run_bytes);
-    for (int64_t i = 0; i < sizes[d]; ++i) for_each_run(dst + i * dst_strides[d], src + i * src_strides[d], f, d + 1);
+  void for_each_run(char* dst, const char* src, const F& f, size_t level = 0) const {
+    if (level == loops.size()) return f(dst, src, run_bytes);
+    const Loop& loop = loops[level];
+    for (int64_t i = 0; i < loop.size; ++i) {
+      for_each_run(dst + i * loop.dst_stride, src + i * loop.src_stride, f, level + 1);
+    }
   }
+};
+
+// Holds a copy of an input that reaches into a tensor which is written: every row is read before any is written.
+class ReadFirst {
+ public:
+  void apply(TensorView& input, const TensorView& written);
+
+ private:
+  std::unique_ptr<char[]> copy_;
+  std::vector<int64_t> strides_;
 };
 
 }  // namespace pagedkv

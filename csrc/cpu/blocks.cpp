@@ -1,5 +1,8 @@
 // copy_blocks, swap_blocks, gather_kv: bytes move, no arithmetic.
+#include <algorithm>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <vector>
 
 #include "block_layout.h"
@@ -12,106 +15,123 @@ namespace {
 
 constexpr int64_t kStreamBytes = 256 * 1024;
 
-struct Pairs {
-  TensorView mapping;
-  IndexArray entries;
-
-  explicit Pairs(const TensorView& m) : mapping(m), entries{m.data, 1, m.itemsize() == 8} {}
-  int64_t size() const { return mapping.size(0); }
-  int64_t src(int64_t i) const { return entries[i * mapping.stride(0)]; }
-  int64_t dst(int64_t i) const { return entries[i * mapping.stride(0) + mapping.stride(1)]; }
-
-  // Whether a block is read that is also written: then every source must be set aside first.
-  bool overlap(int64_t num_blocks) const {
-    std::vector<bool> written(num_blocks);
-    for (int64_t i = 0; i < size(); ++i) written[dst(i)] = true;
-    for (int64_t i = 0; i < size(); ++i) {
-      if (written[src(i)] && src(i) != dst(i)) return true;
-    }
-    return false;
-  }
-};
-
 struct BlockCopy {
   TensorView src, dst;
   BlockLayout layout;
-  char* staging = nullptr;
 
   BlockCopy(const TensorView& s, const TensorView& d) : src(s), dst(d), layout(s, d, 1) {}
   const char* src_block(int64_t id) const { return src.data + id * src.stride(0) * src.itemsize(); }
   char* dst_block(int64_t id) const { return dst.data + id * dst.stride(0) * dst.itemsize(); }
 };
 
-void copy_pairs(std::vector<BlockCopy>& copies, const Pairs& pairs, bool stage) {
-  int64_t bytes_per_pair = 0;
-  for (const BlockCopy& copy : copies) bytes_per_pair += copy.layout.bytes();
-  const int64_t n = pairs.size(), bytes = n * bytes_per_pair;
+// What to do about memory that is both read and written.
+enum class Order {
+  kAny,
+  kReadFirst,        // sources are set aside before anything is written
+  kReadFirstByEntry  // and tensors are written one after the other, because they share memory
+};
+
+// Whether a block is read that another pair writes.
+bool chained(const std::vector<BlockPair>& pairs) {
+  std::vector<int64_t> written;
+  written.reserve(pairs.size());
+  for (const BlockPair& pair : pairs) written.push_back(pair.dst);
+  std::sort(written.begin(), written.end());
+  return std::any_of(pairs.begin(), pairs.end(), [&](const BlockPair& pair) {
+    return pair.src != pair.dst && std::binary_search(written.begin(), written.end(), pair.src);
+  });
+}
+
+// Whether two tensors of a list may have elements in common: a tensor twice, or views of one storage.
+bool any_shared(const std::vector<TensorView>& views) {
+  std::vector<const TensorView*> by_address;
+  for (const TensorView& view : views) {
+    if (!view.empty()) by_address.push_back(&view);
+  }
+  std::sort(by_address.begin(), by_address.end(), [](auto* a, auto* b) { return a->data < b->data; });
+  for (size_t i = 0; i < by_address.size(); ++i) {
+    const char* end = by_address[i]->end();
+    for (size_t j = i + 1; j < by_address.size() && by_address[j]->data < end; ++j) {
+      if (sharing(*by_address[i], *by_address[j]) != Sharing::kNo) return true;
+    }
+  }
+  return false;
+}
+
+void copy_pairs(const std::vector<BlockCopy>& copies, const std::vector<BlockPair>& pairs, Order order) {
+  const int64_t n = pairs.size(), num_copies = copies.size();
+  std::vector<int64_t> offsets(num_copies + 1);  // of each tensor's blocks in the staging memory
+  for (int64_t c = 0; c < num_copies; ++c) offsets[c + 1] = offsets[c] + n * copies[c].layout.bytes();
+  const int64_t bytes = offsets.back();
   const auto copy_run = kernels().copy;
-  const bool stream = bytes >= kStreamBytes;
-  const int64_t tasks = n * static_cast<int64_t>(copies.size());
-  if (!stage) {
-    parallel_ranges(tasks, bytes, [&](int64_t begin, int64_t end) {
+  // f(copy, pair, place of its block in the staging memory) for tensors [first, last)
+  const auto for_each = [&](int64_t first, int64_t last, const auto& f) {
+    parallel_ranges(n * (last - first), bytes, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) {
-        const BlockCopy& copy = copies[t / n];
-        const int64_t i = t % n;
-        if (copy.src_block(pairs.src(i)) == copy.dst_block(pairs.dst(i))) continue;
-        copy.layout.for_each_run(copy.dst_block(pairs.dst(i)), copy.src_block(pairs.src(i)),
-                                 [&](char* d, const char* s, int64_t b) { copy_run(d, s, b, stream); });
-      }
-    });
-    return;
-  }
-  std::vector<char> staged(bytes);
-  char* next = staged.data();
-  for (BlockCopy& copy : copies) {
-    copy.staging = next;
-    next += n * copy.layout.bytes();
-  }
-  const auto move = [&](bool out) {
-    parallel_ranges(tasks, bytes, [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin; t < end; ++t) {
-        const BlockCopy& copy = copies[t / n];
-        const int64_t i = t % n;
-        char* aside = copy.staging + i * copy.layout.bytes();
-        copy.layout.for_each_run(copy.dst_block(pairs.dst(i)), copy.src_block(pairs.src(i)),
-                                 [&](char* d, const char* s, int64_t b) {
-                                   copy_run(out ? d : aside, out ? aside : s, b, false);
-                                   aside += b;
-                                 });
+        const int64_t c = first + t / n, i = t % n;
+        f(copies[c], pairs[i], offsets[c] + i * copies[c].layout.bytes());
       }
     });
   };
-  move(false);
-  move(true);
+  if (order == Order::kAny) {
+    const bool stream = bytes >= kStreamBytes;
+    for_each(0, num_copies, [&](const BlockCopy& copy, const BlockPair& pair, int64_t) {
+      const char* src = copy.src_block(pair.src);
+      char* dst = copy.dst_block(pair.dst);
+      if (src == dst) return;
+      copy.layout.for_each_run(dst, src, [&](char* d, const char* s, int64_t b) { copy_run(d, s, b, stream); });
+    });
+    return;
+  }
+  const std::unique_ptr<char[]> staged(new (std::nothrow) char[bytes]);
+  if (!staged) throw OutOfMemory{bytes};
+  for_each(0, num_copies, [&](const BlockCopy& copy, const BlockPair& pair, int64_t place) {
+    char* aside = staged.get() + place;
+    copy.layout.for_each_run(copy.dst_block(pair.dst), copy.src_block(pair.src), [&](char*, const char* s, int64_t b) {
+      copy_run(aside, s, b, false);
+      aside += b;
+    });
+  });
+  const int64_t step = order == Order::kReadFirstByEntry ? 1 : num_copies;
+  for (int64_t first = 0; first < num_copies; first += step) {
+    for_each(first, first + step, [&](const BlockCopy& copy, const BlockPair& pair, int64_t place) {
+      const char* aside = staged.get() + place;
+      copy.layout.for_each_run(copy.dst_block(pair.dst), copy.src_block(pair.src),
+                               [&](char* d, const char*, int64_t b) {
+                                 copy_run(d, aside, b, false);
+                                 aside += b;
+                               });
+    });
+  }
 }
 
 }  // namespace
 
 void copy_blocks(const std::vector<Tensor>& caches, const Tensor& block_mapping) {
   const std::vector<TensorView> views = check_copy_blocks(caches, block_mapping);
-  const Pairs pairs{TensorView(block_mapping)};
   for (size_t i = 0; i < views.size(); ++i) check_places("copy_blocks", "caches", views[i], i);
   int64_t fewest = views[0].size(0);
   for (const TensorView& view : views) fewest = min_of(fewest, view.size(0));
-  check_block_mapping("copy_blocks", pairs.mapping, fewest, fewest);
+  const auto pairs = read_block_mapping("copy_blocks", TensorView(block_mapping), fewest, fewest);
+  if (pairs.empty()) return;
   std::vector<BlockCopy> copies;
   copies.reserve(views.size());
-  for (const TensorView& view : views) copies.emplace_back(view, view);
-  copy_pairs(copies, pairs, pairs.overlap(fewest));
+  for (const TensorView& view : views) {
+    if (!view.empty()) copies.emplace_back(view, view);
+  }
+  copy_pairs(copies, pairs,
+             any_shared(views) ? Order::kReadFirstByEntry
+             : chained(pairs)  ? Order::kReadFirst
+                               : Order::kAny);
 }
 
 void swap_blocks(const Tensor& src, const Tensor& dst, const Tensor& block_mapping) {
   const TensorView from = given("swap_blocks", "src", src), to = given("swap_blocks", "dst", dst);
   check_swap_blocks(from, to, block_mapping);
-  const Pairs pairs{TensorView(block_mapping)};
   check_places("swap_blocks", "dst", to);
-  check_block_mapping("swap_blocks", pairs.mapping, from.size(0), to.size(0));
-  std::vector<BlockCopy> copies;
-  copies.emplace_back(from, to);
-  const char* from_end = from.data + from.size(0) * from.stride(0) * from.itemsize();
-  const char* to_end = to.data + to.size(0) * to.stride(0) * to.itemsize();
-  const bool apart = from_end <= to.data || to_end <= from.data;
-  copy_pairs(copies, pairs, !apart);
+  const auto pairs = read_block_mapping("swap_blocks", TensorView(block_mapping), from.size(0), to.size(0));
+  if (pairs.empty() || to.empty()) return;
+  copy_pairs({BlockCopy(from, to)}, pairs, from.touches(to) ? Order::kReadFirst : Order::kAny);
 }
 
 Tensor gather_kv(const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens, int64_t max_len) {
@@ -120,20 +140,27 @@ Tensor gather_kv(const Tensor& cache, const Tensor& block_table, const Tensor& s
   const TableViews table = check_table(op, block_table, seq_lens, "cache");
   PAGEDKV_EXPECT(op, max_len >= 0, "max_len", "be 0 or more", std::to_string(max_len));
   const int64_t block_size = view.size(1), num_seqs = table.seq_lens.size(0);
-  const IndexArray lengths = table.seq_lens.indices();
-  check_seq_lens(op, table, block_size);
+  int64_t* lengths = call_scratch().lengths.reserve_for<int64_t>(times(2, num_seqs));
+  int64_t* row_starts = lengths + num_seqs;
+  read_seq_lens(op, table, block_size, lengths);
+  const auto columns = [&](int64_t b) { return ceil_div(min_of(lengths[b], max_len), block_size); };
+  int64_t used = 0;
   for (int64_t b = 0; b < num_seqs; ++b) {
-    check_block_ids(op, table.block_table, b, 0, ceil_div(min_of(lengths[b], max_len), block_size), view.size(0));
+    row_starts[b] = used;
+    if (__builtin_add_overflow(used, columns(b), &used)) throw OutOfMemory{INT64_MAX};
+  }
+  int64_t* ids = call_scratch().blocks.reserve_for<int64_t>(used);
+  for (int64_t b = 0; b < num_seqs; ++b) {
+    read_block_ids(op, table.block_table, b, 0, columns(b), view.size(0), ids + row_starts[b]);
   }
   const int64_t sizes[] = {num_seqs, max_len, view.size(2), view.size(3)};
   Tensor result = empty_cpu(sizes, 4, view.dtype);
   const TensorView out(result);
+  if (out.empty()) return result;
   const BlockLayout row(view, out, 2);
   const int64_t itemsize = view.itemsize(), row_bytes = view.size(2) * view.size(3) * itemsize;
-  IndexArray ids = table.block_table.indices();
-  ids.stride = 1;
   const auto copy_run = kernels().copy;
-  parallel_ranges(num_seqs * max_len, out.numel() * itemsize, [&](int64_t begin, int64_t end) {
+  parallel_ranges(num_seqs * max_len, out.bytes(), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t b = i / max_len, position = i % max_len;
       char* dst = out.data + i * row_bytes;
@@ -141,7 +168,7 @@ Tensor gather_kv(const Tensor& cache, const Tensor& block_table, const Tensor& s
         std::memset(dst, 0, row_bytes);
         continue;
       }
-      const int64_t id = ids[b * table.block_table.stride(0) + position / block_size * table.block_table.stride(1)];
+      const int64_t id = ids[row_starts[b] + position / block_size];
       const char* src = view.data + (id * view.stride(0) + position % block_size * view.stride(1)) * itemsize;
       row.for_each_run(dst, src, [&](char* d, const char* s, int64_t bytes) { copy_run(d, s, bytes, false); });
     }

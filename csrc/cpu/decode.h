@@ -191,7 +191,7 @@ PAGEDKV_INLINE void walk_keys(const DecodeState<T, kDot>& state) {
   TileContext c;
   c.head_size = args.head_size;
   c.value_head_size = args.value_head_size;
-  c.scale_log2 = args.scale * kLog2E;
+  c.scale = args.scale;
   c.softcap = args.softcap;
   c.softcap_inverse = args.softcap > 0.0f ? 1.0f / args.softcap : 0.0f;
   TileRows buffers[2];

@@ -48,7 +48,7 @@ struct TileContext {
   int64_t head_size, value_head_size;
   int first, last;  // visible tokens of this tile: [first, last)
   float distance;   // key position of token 0 minus query position, for ALiBi
-  float scale_log2, softcap, softcap_inverse;
+  float scale, softcap, softcap_inverse;
 };
 
 // Running softmax of a pack of rows. `query` is padded with zeros to a multiple of 2 * kLanes columns and, unless it is
@@ -145,9 +145,9 @@ PAGEDKV_INLINE void tile_logits(const TileContext& c, const Pack& pack, Vec* sco
   for (int v = 0; v < kVectors; ++v) {
     Vec x = scores[v];
     if (c.softcap > 0.0f) {
-      x = tanh(x * broadcast(c.scale_log2 * kLn2 * c.softcap_inverse)) * broadcast(c.softcap * kLog2E);
+      x = soft_capped(x * broadcast(c.scale), c.softcap, c.softcap_inverse) * broadcast(kLog2E);
     } else {
-      x = x * broadcast(c.scale_log2);
+      x = x * broadcast(c.scale * kLog2E);
     }
     if (masked || pack.slopes) {
       const Vec token = load(token_of_lane) + broadcast(static_cast<float>(v * kTokens));

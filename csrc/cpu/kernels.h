@@ -42,7 +42,7 @@ struct WriteArgs {
   WriteSource key, value;
   CacheView key_cache, value_cache;
   DType cache_dtype;
-  IndexArray slots;
+  const int64_t* slots;
   int64_t block_size, num_kv_heads;
   bool stream;  // bypass the caches of the processor
 };

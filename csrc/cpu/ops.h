@@ -14,8 +14,9 @@ using MaybeTensor = std::optional<Tensor>;
 void write_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
               const Tensor& slot_mapping, const MaybeTensor& k_scale, const MaybeTensor& v_scale,
               const MaybeTensor& k_scale_cache, const MaybeTensor& v_scale_cache);
-// The write alone, arguments already checked.
-void write_checked(const NewTokens& tokens, const CacheViews& caches);
+// The slots of new tokens, read into scratch and checked; and the write alone.
+const int64_t* slots_of(const char* op, const NewTokens& tokens, const CacheViews& caches);
+void write_checked(NewTokens tokens, const int64_t* slots, const CacheViews& caches);
 
 Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& block_table, const Tensor& seq_lens, const MaybeTensor& cu_seqlens_q,

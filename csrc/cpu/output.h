@@ -15,7 +15,7 @@ PAGEDKV_INLINE float exp2_scalar(float x) {
 }
 
 // `row` [Dv] holds the sum of weights * values and `sum` the sum of weights, both relative to 2^maximum (logits in base
-// 2). sum == 0: the row saw no key.
+// 2). sum == 0: the row saw no key. A logit of +inf gives NaN, and a log-sum-exp of +inf.
 PAGEDKV_INLINE void write_output_row(const AttentionArgs& args, int64_t token, int64_t head, const float* row,
                                      float maximum, float sum) {
   const int64_t index = token * args.num_heads + head;
@@ -28,6 +28,8 @@ PAGEDKV_INLINE void write_output_row(const AttentionArgs& args, int64_t token, i
     sum = sum * rescale + (sink == highest ? 1.0f : exp2_scalar(sink - highest));
     maximum = highest;
   }
+  const bool overflows = maximum == __builtin_inff();
+  if (overflows) sum = __builtin_nanf("");
   const Vec factor = broadcast(sees_nothing ? rescale : rescale / sum);
   with_dtype(args.query_dtype, [&]<typename Q>() PAGEDKV_LAMBDA {
     Q* out = reinterpret_cast<Q*>(args.out) + index * args.value_head_size;
@@ -36,7 +38,8 @@ PAGEDKV_INLINE void write_output_row(const AttentionArgs& args, int64_t token, i
     const int64_t rest = args.value_head_size - d;
     if (rest > 0) store_first(out + d, load_first(row + d, rest) * factor, rest);
   });
-  if (args.lse) args.lse[index] = sum == 0.0f ? -__builtin_inff() : maximum * kLn2 + logf(sum);
+  if (!args.lse) return;
+  args.lse[index] = overflows ? maximum : sum == 0.0f ? -__builtin_inff() : maximum * kLn2 + logf(sum);
 }
 
 }  // namespace pagedkv::PAGEDKV_ISA

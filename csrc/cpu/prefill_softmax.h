@@ -29,7 +29,7 @@ inline void transform_scores(const ScoreRow& row, const AttentionArgs& args, int
   const Vec slope = broadcast(args.alibi_slopes ? args.alibi_slopes[head] : 0);
   for (int64_t i = row.first; i < row.last; i += kLanes) {
     Vec logits = load(row.scores + i) * broadcast(args.scale);
-    if (args.softcap != 0) logits = tanh(logits * broadcast(1.0f / args.softcap)) * broadcast(args.softcap);
+    if (args.softcap != 0) logits = soft_capped(logits, args.softcap, 1.0f / args.softcap);
     const Vec distances = iota() + broadcast(static_cast<float>(distance + i));
     store(row.scores + i, fma(distances, slope, logits));
   }

@@ -102,31 +102,48 @@ void write_tokens(const WriteArgs& args, int64_t begin, int64_t end) {
   if (args.stream) finish_streaming();
 }
 
+struct MergeWeights {
+  float a, b;
+  float lse;
+};
+
+// A part whose lse is -inf saw no key: it weighs nothing, and its values, which may be NaN, are not taken.
+PAGEDKV_INLINE MergeWeights merge_weights(float lse_a, float lse_b) {
+  constexpr float kInfinity = __builtin_inff();
+  if (lse_a == -kInfinity) return {0.0f, lse_b == -kInfinity ? 0.0f : 1.0f, lse_b};
+  if (lse_b == -kInfinity) return {1.0f, 0.0f, lse_a};
+  const float highest = lse_a > lse_b ? lse_a : lse_b;
+  const float exp_a = exp2_scalar((lse_a - highest) * kLog2E), exp_b = exp2_scalar((lse_b - highest) * kLog2E);
+  const float total = exp_a + exp_b;
+  const bool overflows = lse_a == kInfinity || lse_b == kInfinity;  // total is NaN
+  return {exp_a / total, exp_b / total, overflows ? kInfinity : highest + logf(total)};
+}
+
+template <typename T>
+PAGEDKV_INLINE void merge_rows(T* out, const T* a, const T* b, const MergeWeights& weights, int64_t n) {
+  const auto join = [&](Vec x, Vec y) PAGEDKV_LAMBDA {
+    if (weights.b == 0.0f) y = zero();
+    if (weights.a == 0.0f) x = zero();
+    return fma(x, broadcast(weights.a), y * broadcast(weights.b));
+  };
+  int64_t d = 0;
+  for (; d + kLanes <= n; d += kLanes) store(out + d, join(load(a + d), load(b + d)));
+  if (d < n) store_first(out + d, join(load_first(a + d, n - d), load_first(b + d, n - d)), n - d);
+}
+
 void merge_states(const MergeStatesArgs& args, int64_t token_begin, int64_t token_end) {
   for (int64_t token = token_begin; token < token_end; ++token) {
     for (int64_t head = 0; head < args.num_heads; ++head) {
       const int64_t row = token * args.num_heads + head;
-      const float a = args.lse_a[token * args.lse_a_token_stride + head * args.lse_a_head_stride];
-      const float b = args.lse_b[token * args.lse_b_token_stride + head * args.lse_b_head_stride];
-      const float highest = a > b ? a : b;
-      const bool sees_nothing = a == -__builtin_inff() && b == -__builtin_inff();
-      const float exp_a = sees_nothing ? 0.0f : exp2_scalar((a - highest) * kLog2E);
-      const float exp_b = sees_nothing ? 0.0f : exp2_scalar((b - highest) * kLog2E);
-      args.lse[row] = sees_nothing ? highest : highest + logf(exp_a + exp_b);
-      const float total = sees_nothing ? 1.0f : exp_a + exp_b;
-      const float weight_a = exp_a / total, weight_b = exp_b / total;
+      const MergeWeights weights =
+          merge_weights(args.lse_a[token * args.lse_a_token_stride + head * args.lse_a_head_stride],
+                        args.lse_b[token * args.lse_b_token_stride + head * args.lse_b_head_stride]);
+      args.lse[row] = weights.lse;
       with_dtype(args.dtype, [&]<typename T>() PAGEDKV_LAMBDA {
-        const T* in_a =
-            reinterpret_cast<const T*>(args.out_a) + token * args.a_token_stride + head * args.a_head_stride;
-        const T* in_b =
-            reinterpret_cast<const T*>(args.out_b) + token * args.b_token_stride + head * args.b_head_stride;
-        T* out = reinterpret_cast<T*>(args.out) + row * args.head_size;
-        const auto join = [&](Vec x, Vec y)
-                              PAGEDKV_LAMBDA { return fma(x, broadcast(weight_a), y * broadcast(weight_b)); };
-        int64_t d = 0;
-        for (; d + kLanes <= args.head_size; d += kLanes) store(out + d, join(load(in_a + d), load(in_b + d)));
-        const int64_t rest = args.head_size - d;
-        if (rest > 0) store_first(out + d, join(load_first(in_a + d, rest), load_first(in_b + d, rest)), rest);
+        merge_rows(reinterpret_cast<T*>(args.out) + row * args.head_size,
+                   reinterpret_cast<const T*>(args.out_a) + token * args.a_token_stride + head * args.a_head_stride,
+                   reinterpret_cast<const T*>(args.out_b) + token * args.b_token_stride + head * args.b_head_stride,
+                   weights, args.head_size);
       });
     }
   }

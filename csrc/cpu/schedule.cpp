@@ -75,7 +75,7 @@ int64_t count_splits(const AttentionArgs& args, int64_t keys, int64_t auto_chunk
 
 Plan make_plan(const AttentionArgs& args) {
   Plan plan;
-  plan.sequences = reinterpret_cast<SequencePlan*>(call_scratch().reserve(args.num_seqs * sizeof(SequencePlan)));
+  plan.sequences = call_scratch().plan.reserve_for<SequencePlan>(args.num_seqs);
   int64_t total_keys = 0;
   for (int64_t seq = 0; seq < args.num_seqs; ++seq) {
     const int64_t query_length = args.query_length(seq);
@@ -91,7 +91,7 @@ Plan make_plan(const AttentionArgs& args) {
     total_keys += s.chunk * ceil_div(query_length, kQueryTile);
   }
   plan.bytes =
-      total_keys * args.num_kv_heads * (args.head_size + args.value_head_size) * element_size(args.cache_dtype);
+      times(total_keys, args.num_kv_heads * (args.head_size + args.value_head_size) * element_size(args.cache_dtype));
   const int64_t threads = plan.bytes < kSerialBytes ? 1 : num_threads();
   const int64_t auto_chunk =
       threads == 1 ? INT64_MAX : max_of(kMinSplitKeys, ceil_div(total_keys, threads * kTasksPerThread));
@@ -110,9 +110,7 @@ Plan make_plan(const AttentionArgs& args) {
   }
   plan.split = partial_rows > 0;
   float* partials =
-      plan.split
-          ? reinterpret_cast<float*>(partial_scratch().reserve(partial_rows * partial_row_size(args) * sizeof(float)))
-          : nullptr;
+      plan.split ? call_scratch().partials.reserve_for<float>(times(partial_rows, partial_row_size(args))) : nullptr;
   for (int64_t i = 0; i < plan.num_sequences; ++i) {
     SequencePlan& s = plan.sequences[i];
     s.partials = s.splits > 1 ? partials : nullptr;

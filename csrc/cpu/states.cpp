@@ -28,8 +28,7 @@ std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a
   args.num_heads = a.size(1);
   args.head_size = a.size(2);
   const auto merge = kernels().merge_states;
-  parallel_ranges(a.size(0), 3 * a.numel() * a.itemsize(),
-                  [&](int64_t begin, int64_t end) { merge(args, begin, end); });
+  parallel_ranges(a.size(0), times(3, a.bytes()), [&](int64_t begin, int64_t end) { merge(args, begin, end); });
   return {std::move(out), std::move(lse)};
 }
 

@@ -37,18 +37,6 @@ struct DTypeOf<BFloat16> {
 
 PAGEDKV_INLINE int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// A one-dimensional tensor of int32 or int64.
-struct IndexArray {
-  const void* data = nullptr;
-  int64_t stride = 1;
-  bool is_int64 = true;
-
-  PAGEDKV_INLINE int64_t operator[](int64_t i) const {
-    return is_int64 ? static_cast<const int64_t*>(data)[i * stride]
-                    : static_cast<int64_t>(static_cast<const int32_t*>(data)[i * stride]);
-  }
-};
-
 // Calls f.template operator()<T>() with the element type of dtype.
 template <typename F>
 PAGEDKV_INLINE void with_dtype(DType dtype, const F& f) {
@@ -69,6 +57,11 @@ constexpr PAGEDKV_INLINE T min_of(T a, T b) {
 template <typename T>
 constexpr PAGEDKV_INLINE T max_of(T a, T b) {
   return a > b ? a : b;
+}
+// The product of two counts, or INT64_MAX: views by expand may name more elements than 64 bits count.
+PAGEDKV_INLINE int64_t times(int64_t a, int64_t b) {
+  int64_t product;
+  return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
 }
 PAGEDKV_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 PAGEDKV_INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }

@@ -69,4 +69,11 @@ PAGEDKV_INLINE Vec tanh(Vec x) {
   return select(less(square, broadcast(0.390625f)), small, (e - broadcast(1.0f)) / (e + broadcast(1.0f)));
 }
 
+// cap * tanh(x / cap), given also 1 / cap. Below 2^-13 of the cap the two differ by less than float32 tells apart, and
+// x / cap may be too small for it.
+PAGEDKV_INLINE Vec soft_capped(Vec x, float cap, float inverse) {
+  const Vec magnitude = max(x, zero() - x);
+  return select(less(magnitude, broadcast(cap * 0x1p-13f)), x, tanh(x * broadcast(inverse)) * broadcast(cap));
+}
+
 }  // namespace pagedkv::PAGEDKV_ISA

@@ -1,3 +1,4 @@
+#include "block_layout.h"
 #include "ops.h"
 #include "parallel.h"
 
@@ -15,14 +16,25 @@ CacheView view_of(const TensorView& t) { return {t.data, t.stride(0), t.stride(1
 
 }  // namespace
 
-void write_checked(const NewTokens& tokens, const CacheViews& caches) {
+const int64_t* slots_of(const char* op, const NewTokens& tokens, const CacheViews& caches) {
+  int64_t* slots = call_scratch().slots.reserve_for<int64_t>(tokens.slot_mapping.size(0));
+  read_slots(op, tokens.slot_mapping, caches.key, slots);
+  return slots;
+}
+
+void write_checked(NewTokens tokens, const int64_t* slots, const CacheViews& caches) {
+  ReadFirst key, value;
+  for (const TensorView& cache : {caches.key, caches.value}) {
+    key.apply(tokens.key, cache);
+    value.apply(tokens.value, cache);
+  }
   WriteArgs args;
   args.key = source_of(tokens.key);
   args.value = source_of(tokens.value);
   args.key_cache = view_of(caches.key);
   args.value_cache = view_of(caches.value);
   args.cache_dtype = caches.key.float_type();
-  args.slots = tokens.slot_mapping.indices();
+  args.slots = slots;
   args.block_size = caches.key.size(1);
   args.num_kv_heads = caches.key.size(2);
   const int64_t num_slots = tokens.slot_mapping.size(0);
@@ -44,8 +56,7 @@ void write_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache, c
   check_no_scale(op, "k_scale_cache", k_scale_cache);
   check_no_scale(op, "v_scale_cache", v_scale_cache);
   check_distinct_caches(op, caches);
-  check_slots(op, tokens.slot_mapping, caches.key);
-  write_checked(tokens, caches);
+  write_checked(tokens, slots_of(op, tokens, caches), caches);
 }
 
 }  // namespace pagedkv

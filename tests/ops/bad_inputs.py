@@ -138,6 +138,7 @@ _QUERY: dict[str, Changes] = {
     "query stride": {"query": _every_other},
     "query head_size": {"query": _drop(2)},
     "no KV heads": {"key_cache": lambda t: t[:, :, :0], "value_cache": lambda t: t[:, :, :0]},
+    "head_size zero": {"query": lambda t: t[..., :0], "key_cache": lambda t: t[..., :0]},
     "head ratio": {"query": _drop(1)},
     "tokens without cu_seqlens_q": {"cu_seqlens_q": None},
     "cu_seqlens_q rank": {"cu_seqlens_q": lambda t: t[None]},

@@ -1,14 +1,17 @@
-"""Random valid and invalid calls of every op, compared with the reference, against an address-sanitized extension.
+"""Random valid and invalid calls of every op, compared with the reference and with numpy, against an address-sanitized
+extension.
 
 ``make fuzz`` runs ``python -m tests.ops.fuzz --build --seconds 60``: ``--build`` compiles a sanitized copy of the
 package under build/ and starts this program again with it. A call that the reference accepts must give the same result
-and caches; one that it refuses must raise the same error and leave every tensor as it was. Each call has a seed of its
-own; a failure prints the arguments that repeat it.
+and caches, and that of ``oracle.py``; one that it refuses must raise the same error and leave every tensor as it was.
+Tensors end at a page that may not be touched, or caches stretch over more than 2^31 elements. Each call has a seed of
+its own; a failure prints the arguments that repeat it.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import os
 import random
@@ -25,20 +28,22 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import pagedkv_ops
 from pagedkv_ops import reference
 
+from . import oracle
 from .builders import (
     APPEND_ARGUMENTS,
     ATTENTION_ARGUMENTS,
     INDEX_DTYPES,
     WRITE_ARGUMENTS,
     attention_options,
-    copy_strided,
     make_caches,
     make_case,
     sliced,
     strided_index,
 )
+from .memory import guarded, sparse
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+SOFTCAPS = (5.0, 5.0, 1e-50, 1e-30, 3e38, 1e300)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 Call = tuple[str, dict[str, Any]]
 
@@ -67,14 +72,19 @@ def random_lengths(rng: random.Random) -> tuple[list[int], list[int]]:
     return query_lens, seq_lens
 
 
+def window(rng: random.Random) -> int:
+    """Mostly one that hides something, else one at the end of the integers."""
+    return rng.choice([rng.randrange(12), rng.randrange(5), rng.choice([2**31 - 2, 2**31, 2**61, 2**62, 2**63 - 1])])
+
+
 def attention_call(rng: random.Random, op: str) -> Call:
     invalid = rng.random() < 0.6
     group, num_kv_heads = rng.choice([1, 2, 3, 8]), rng.choice([1, 2, 3])
     num_heads = group * num_kv_heads
     options: dict[str, Any] = {"num_splits": rng.choice([0, 0, 1, 2, 7])}
-    options |= rng.choice([{}, {"causal": False}, {"window_left": rng.randrange(12)}, {"softcap": 5.0}])
+    options |= rng.choice([{}, {"causal": False}, {"window_left": window(rng)}, {"softcap": rng.choice(SOFTCAPS)}])
     if not options.get("causal", True):
-        options |= rng.choice([{}, {"window_right": rng.randrange(5)}, {"window_left": 3, "window_right": 0}])
+        options |= rng.choice([{}, {"window_right": window(rng)}, {"window_left": 3, "window_right": 0}])
     query_lens, seq_lens = random_lengths(rng)
     case = make_case(
         query_lens=query_lens,
@@ -153,6 +163,8 @@ def write_call(rng: random.Random) -> Call:
 
 
 def mapping_call(rng: random.Random, op: str) -> Call:
+    if rng.random() < 0.3:
+        return aliased_call(rng, op)
     src, other = random_pool(rng)
     dst = torch.zeros(rng.choice([1, 4, 10]), *src.shape[1:], dtype=src.dtype) if rng.random() < 0.7 else src
     num_dst = dst.size(0) if op == "swap_blocks" else src.size(0)
@@ -166,6 +178,30 @@ def mapping_call(rng: random.Random, op: str) -> Call:
     if op == "swap_blocks":
         return op, {"src": src, "dst": dst, "block_mapping": pairs}
     return op, {"caches": [src, other, torch.arange(float(src.size(0)))], "block_mapping": pairs}
+
+
+def random_view(rng: random.Random, memory: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """A view of ``memory`` whose dimensions lie in any order, with gaps; the first one is blocks."""
+    strides, reach = [0] * len(sizes), 1
+    for dim in rng.sample(range(len(sizes)), len(sizes)):
+        strides[dim] = reach + rng.choice([0, 0, 1, 5])
+        reach = strides[dim] * max(sizes[dim], 1)
+    return memory.as_strided(sizes, strides, rng.randrange(memory.numel() - reach))
+
+
+def aliased_call(rng: random.Random, op: str) -> Call:
+    """Views of one storage that reach into one another."""
+    memory = torch.arange(4096.0)
+    shape = tuple(rng.randint(1, 3) for _ in range(rng.randint(0, 3)))
+    views = [random_view(rng, memory, (rng.randint(1, 5), *shape)) for _ in range(2)]
+    num_src, num_dst = views[0].size(0), views[1].size(0)
+    if op == "copy_blocks":
+        num_src = num_dst = min(num_src, num_dst)
+    dst = torch.randperm(num_dst)[: rng.randint(0, num_dst)]
+    pairs = torch.stack([torch.randint(num_src, dst.shape), dst], 1)
+    if op == "copy_blocks":
+        return op, {"caches": views, "block_mapping": pairs}
+    return op, {"src": views[0], "dst": views[1], "block_mapping": pairs}
 
 
 def gather_call(rng: random.Random) -> Call:
@@ -184,7 +220,9 @@ def merge_call(rng: random.Random) -> Call:
     shape, dtype = (rng.choice([0, 1, 5, 33]), rng.choice([1, 3]), rng.choice([1, 7, 64, 130])), rng.choice(FLOATS)
     out_a, out_b = torch.randn(2, *shape).to(dtype)
     lse_a, lse_b = torch.randn(2, *shape[:2]).mul(5)
-    lse_a[torch.rand(shape[:2]) < 0.2] = -math.inf
+    for out, lse in ((out_a, lse_a), (out_b, lse_b)):
+        unseen = torch.rand(shape[:2]) < 0.2
+        lse[unseen], out[unseen] = -math.inf, rng.choice([0.0, math.nan])
     if rng.random() < 0.3:
         out_a, lse_b = sliced(out_a), lse_b.T.contiguous().T
     return "merge_states", {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
@@ -204,10 +242,23 @@ def random_call(seed: int) -> Call:
     return gather_call(rng) if kind == 8 else merge_call(rng)
 
 
-def copied(call: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which one tensor that is passed twice stays one tensor."""
+def far(rng: random.Random, cache: Tensor) -> Tensor:
+    """A copy in which one dimension steps over more than 2^31 elements, in memory that is never used otherwise."""
+    dim = rng.randrange(cache.dim() - 1)
+    inner = [size for d, size in enumerate(cache.shape) if d != dim]
+    strides = [math.prod(inner[d:]) for d in range(1, len(inner) + 1)]
+    strides.insert(dim, 2**31 + 64)
+    return sparse(tuple(cache.shape), tuple(strides), cache.dtype).copy_(cache)
+
+
+def relaid(rng: random.Random, call: dict[str, Any]) -> dict[str, Any]:
+    """The same call in memory where a step too far is a fault, or where 32 bits can not count elements."""
+    if rng.random() < 0.1:
+        names = {"key_cache", "value_cache", "cache"}
+        return {name: far(rng, value) if name in names and value.numel() else value for name, value in call.items()}
     memo: dict[int, Tensor] = {}
-    return tree_map_only(Tensor, lambda t: memo.setdefault(id(t), copy_strided(t)), call)  # type: ignore[no-any-return]
+    at_start = rng.random() < 0.2
+    return tree_map_only(Tensor, lambda t: memo.setdefault(id(t), guarded(t, at_start=at_start)), call)  # type: ignore[no-any-return]
 
 
 def outcome(function: Any, call: dict[str, Any]) -> tuple[Any, str | None]:
@@ -217,23 +268,45 @@ def outcome(function: Any, call: dict[str, Any]) -> tuple[Any, str | None]:
         return None, str(error).splitlines()[0]
 
 
-def check(seed: int) -> bool:
-    """Run one call both ways; True when it was a valid one."""
-    op, call = random_call(seed)
-    expected_call, before = copied(call), copied(call)
-    expected, expected_error = outcome(getattr(reference, op), expected_call)
-    actual, error = outcome(getattr(pagedkv_ops, op), call)
-    assert error == expected_error, f"{op}: raised {error!r}, the reference {expected_error!r}"
-    after = before if error else expected_call
+def assert_same_tensors(call: dict[str, Any], after: dict[str, Any]) -> None:
     for now, then in zip(tree_leaves(call), tree_leaves(after), strict=True):
         if isinstance(now, Tensor):
             torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_close(actual: Any, expected: Any, bound: float) -> None:
     for one, other in zip(tree_leaves(actual), tree_leaves(expected), strict=True):
         if isinstance(one, Tensor):
-            # the types of query and cache both round
-            bound = max(TOLERANCE[t.dtype] for t in tree_leaves(call) if isinstance(t, Tensor) and t.dtype in TOLERANCE)
-            torch.testing.assert_close(one, other, rtol=bound, atol=bound, equal_nan=True)
-    return error is None
+            torch.testing.assert_close(one.to(other.dtype), other, rtol=bound, atol=bound, equal_nan=True)
+
+
+def check(seed: int) -> bool:
+    """Run one call in three ways; True when it was a valid one."""
+    op, call = random_call(seed)
+    rng = random.Random(seed)
+    before, reference_call, oracle_call = (copy.deepcopy(call) for _ in range(3))
+    if not aliases(call) and rng.random() < 0.5:
+        call = relaid(rng, call)
+    expected, expected_error = outcome(getattr(reference, op), reference_call)
+    actual, error = outcome(getattr(pagedkv_ops, op), call)
+    assert error == expected_error, f"{op}: raised {error!r}, the reference {expected_error!r}"
+    if error:
+        assert_same_tensors(call, before)
+        return False
+    # the types of query and cache both round
+    bound = max(TOLERANCE[t.dtype] for t in tree_leaves(call) if isinstance(t, Tensor) and t.dtype in TOLERANCE)
+    assert_same_tensors(call, reference_call)
+    assert_close(actual, expected, bound)
+    truth = getattr(oracle, op)(**oracle_call)
+    assert_same_tensors(call, oracle_call)
+    assert_close(actual, truth, bound)
+    return True
+
+
+def aliases(call: dict[str, Any]) -> bool:
+    """Whether tensors of the call share a storage."""
+    storages = [t.untyped_storage().data_ptr() for t in tree_leaves(call) if isinstance(t, Tensor) and t.numel()]
+    return len(set(storages)) < len(storages)
 
 
 def is_sanitized() -> bool:

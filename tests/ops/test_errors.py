@@ -125,7 +125,7 @@ value_cache stride -> value_cache must have a contiguous last dimension, got str
 value_cache blocks -> value_cache.size(0) must be 5 like key_cache.size(0), got 4
 value_cache block_size -> value_cache.size(1) must be 4 like key_cache.size(1), got 3
 value_cache heads -> value_cache.size(2) must be 2 like key_cache.size(2), got 1
-block_size zero -> key_cache.size(1) must be at least 1 (block_size), got 0
+block_size zero -> key_cache.size(1) must be in 1..2147483647 (block_size), got 0
 key None -> key must be a tensor, got None
 value None -> value must be a tensor, got None
 slot_mapping None -> slot_mapping must be a tensor, got None
@@ -178,7 +178,7 @@ value_cache stride -> value_cache must have a contiguous last dimension, got str
 value_cache blocks -> value_cache.size(0) must be 5 like key_cache.size(0), got 4
 value_cache block_size -> value_cache.size(1) must be 4 like key_cache.size(1), got 3
 value_cache heads -> value_cache.size(2) must be 2 like key_cache.size(2), got 1
-block_size zero -> key_cache.size(1) must be at least 1 (block_size), got 0
+block_size zero -> key_cache.size(1) must be in 1..2147483647 (block_size), got 0
 query None -> query must be a tensor, got None
 query rank -> query must be [num_tokens, num_heads, head_size], got [4, 16]
 query dtype -> query must be float32, float16 or bfloat16, got float64
@@ -186,6 +186,7 @@ query device -> query must be on cpu like key_cache, got meta
 query stride -> query must have a contiguous last dimension, got strides [128, 32, 2]
 query head_size -> query.size(2) must be 16 like key_cache.size(3), got 15
 no KV heads -> key_cache.size(2) must be at least 1 (num_kv_heads), got 0
+head_size zero -> key_cache.size(3) must be at least 1 (head_size), got 0
 head ratio -> query.size(1) must be a multiple of 2 (key_cache.size(2)), got 3
 tokens without cu_seqlens_q -> query.size(0) must be 2 like seq_lens.size(0) when cu_seqlens_q is not given, got 4
 cu_seqlens_q rank -> cu_seqlens_q must be [batch+1], got [1, 3]
@@ -340,7 +341,7 @@ cache None -> cache must be a tensor, got None
 cache rank -> cache must be [num_blocks, block_size, num_kv_heads, head_size], got [4, 2, 16]
 cache dtype -> cache must be float32, float16 or bfloat16 (int8 and float8 caches are not supported yet), got int8
 cache stride -> cache must have a contiguous last dimension, got strides [256, 64, 32, 2]
-block_size zero -> cache.size(1) must be at least 1 (block_size), got 0
+block_size zero -> cache.size(1) must be in 1..2147483647 (block_size), got 0
 max_len -> max_len must be 0 or more, got -1
 seq_len negative -> seq_lens[1] must be in 0..12 (block_table.size(1) * block_size), got -1
 seq_len past the table -> seq_lens[0] must be in 0..12 (block_table.size(1) * block_size), got 13
