@@ -49,7 +49,7 @@ def _has_tangent(tensors: Any) -> bool:
     """Whether forward-mode AD (dual tensors, torch.func.jvp) follows one of them."""
     if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
         return False
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)  # type: ignore[no-untyped-call]
 
 
 def _written(overload: Any) -> Callable[..., list[torch.Tensor]]:

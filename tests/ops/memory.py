@@ -1,4 +1,4 @@
-"""Tensors in memory of our own: ending at a page that no one may touch, or spread over gigabytes that are never used."""
+"""Tensors in memory of our own: ending at a page that no one may touch, or spread over gigabytes of unused memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _span(tensor: Tensor) -> int:
 
 
 def guarded(tensor: Tensor, *, at_start: bool = False) -> Tensor:
-    """A copy with the same strides whose last element ends at a page that may not be touched (or whose first begins)."""
+    """A copy with the same strides whose last element ends (or first one begins) at a page that may not be touched."""
     num_bytes = _span(tensor) * tensor.element_size()
     if num_bytes == 0:
         return tensor
