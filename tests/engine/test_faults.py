@@ -91,8 +91,7 @@ def test_nan_logits_fail_the_request_and_leave_no_prefix_behind(make_engine):
     assert first.finish_reason == "error"
     assert "NaN" in first.error
     assert_native(model, rest, max_new_tokens=8, suppress_tokens=[poison])
-    model.model.embed_tokens.weight.data[poison] = 0.1
-    engine._prefix_keys._weights = tuple((p.data_ptr(), p._version) for p in model.parameters())  # as if unnoticed
+    model.model.embed_tokens.weight.data[poison] = 0.1  # not noticed: no sample of the checksum lies there
     again = engine.generate([bad], max_new_tokens=4)
     assert again[0].num_cached_tokens == 0
     assert_native(model, again, max_new_tokens=4)

@@ -66,3 +66,22 @@ def ragged(lengths, seed: int = 0, side: str = "left", vocabulary: int = 128):
         ids[row, columns] = torch.randint(2, vocabulary, (length,), generator=generator)
         mask[row, columns] = 1
     return {"input_ids": ids, "attention_mask": mask}
+
+
+class Computed:
+    """Tokens that the model embeds in each call, counted below the model: with a hook it would share no blocks."""
+
+    def __init__(self, model):
+        self.calls = []
+        embed, weight = torch.nn.functional.embedding, model.get_input_embeddings().weight
+
+        def count(ids, table, *args, **kwargs):
+            if table is weight:
+                self.calls.append(ids.numel())
+            return embed(ids, table, *args, **kwargs)
+
+        torch.nn.functional.embedding = count
+
+    def take(self):
+        calls, self.calls = self.calls, []
+        return calls

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..errors import IntegrityError, InvalidArgumentError, integer
-from ..hf.prefix import PrefixKeys
+from ..hf.identity import Identity
 from ..prefix import encode
 from .checks import check_batch, check_config, check_tokenizer
 from .requests import Prompt, Record, Request, check_fit, check_logprobs, check_priority, check_seed, encode_prompt
@@ -69,9 +69,10 @@ class EngineCore:
         self.manager = self.runner.pool.manager
         self.scheduler = Scheduler(self.manager, self.runner.tables, max_num_seqs, max_num_batched_tokens)
         self._vocabulary = model.get_input_embeddings().num_embeddings
-        self._prefix_keys = PrefixKeys()
-        self._prefix_key: Any = None  # during `generate`: looking at every weight takes 3 ms on a model of 30 layers
-        self._frozen_key = self._prefix_keys.current(model) if compile else None
+        self._watch = self.runner.patch.watch
+        self._watch.learn()
+        self._frozen = self._watch.inspect() if self.runner.is_frozen else None
+        self._identity: Identity | None = None  # during `generate`, for all of its prompts
         self._open()
 
     def _open(self) -> None:
@@ -144,23 +145,24 @@ class EngineCore:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the engine is closed")
-            keys = cache_salt, self._current_key()
+            identity = self._current_identity()
             if streamer is not None:
                 _begin_stream(streamer, ids)
-            request = Request(self._new_id(), ids, streamer, time.monotonic())
-            self._queue(request, settings, priority, seed, keys)
+            is_private = identity.keys is None or not self.runner.pool.prefix_caching
+            request = Request(self._new_id(), ids, streamer, time.monotonic(), identity, is_private)
+            self._queue(request, settings, priority, seed, cache_salt)
             return request.id
 
-    def _current_key(self) -> Any:
-        """Weights and adapters, for the identity of prefixes."""
-        key = self._prefix_key or self._prefix_keys.current(self.model)
-        if self._frozen_key not in (None, key):
+    def _current_identity(self) -> Identity:
+        """Of the model, under which a request is added."""
+        now = self._identity or self._watch.inspect()
+        if self._frozen is not None and (changes := self._frozen.changes(now, self.runner.not_frozen)):
             raise InvalidArgumentError(
-                "model: expected the weights and adapters that were compiled, got changed ones; make a new Engine"
+                f"model: expected what was compiled or captured, got a changed one ({changes}); make a new Engine"
             )
-        return key
+        return now
 
-    def _queue(self, request: Request, settings: Settings, priority: int, seed: int, keys: tuple[Any, Any]) -> None:
+    def _queue(self, request: Request, settings: Settings, priority: int, seed: int, cache_salt: Any) -> None:
         for index in range(settings.num_samples):
             generator = torch.Generator(self.runner.device).manual_seed(seed + index)
             seq = Sequence(self.scheduler.new_id(), (-priority, request.id), list(request.prompt_ids), settings)
@@ -168,7 +170,9 @@ class EngineCore:
             request.live[index] = seq
         first = request.live[0]
         first.num_forks = settings.num_samples - 1
-        self.scheduler.add(first, *keys)
+        self.scheduler.add(first, cache_salt, request.identity.keys or ())
+        if request.is_private:
+            self.scheduler.make_private(first)
         self._requests[request.id] = request
         self._counts["prompt"] += len(request.prompt_ids)
 
@@ -225,6 +229,8 @@ class EngineCore:
         works = [seq.work for seq in batch]
         is_decode = all(work == 1 for work in works) and not any(seq.draft for seq in batch)
         logits = self._forward(batch, works, is_decode)
+        if self._end_changed(batch):
+            return
         if is_decode:
             self.manager.commit_step([seq.seq_id for seq in batch])
         for seq, work in zip(batch, works, strict=True):
@@ -233,6 +239,32 @@ class EngineCore:
             seq.num_computed += work
         self._counts["steps"] += 1
         self._emit(batch, logits, is_decode)
+
+    def _end_changed(self, batch: list[Sequence]) -> bool:
+        """End requests that were added under another identity than the forward's; whether its results are void."""
+        requests = [seq.record.request for seq in batch]
+        # what only an inspection sees is looked for once, when a request begins
+        now = self._watch.look() if all(request.is_begun for request in requests) else self._watch.inspect()
+        is_void = False
+        for request in [request for request in self._requests.values() if request.identity is not now]:
+            # hooks are no part of what was asked for, but nobody shall share what is computed under them
+            changes = request.identity.changes(now, () if self._frozen else ("hooks",))
+            if changes:
+                for seq in list(request.live.values()):
+                    self._finish(seq, "error", f"the model changed after the request was added: {changes}")
+            elif now.keys is None and not request.is_private:
+                request.is_private = True
+                for seq in request.scheduled():
+                    self.scheduler.make_private(seq)
+            else:
+                continue
+            is_void = True
+        if is_void:
+            self.scheduler.reset([seq for request in self._requests.values() for seq in request.scheduled()])
+        else:
+            for request in requests:
+                request.is_begun = True
+        return is_void
 
     def _draft(self, seq: Sequence) -> None:
         try:

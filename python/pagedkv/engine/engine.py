@@ -100,7 +100,7 @@ class Engine(EngineCore):
         """Adds every prompt, or raises as if none had come; an error of one prompt alone says which."""
         requests: list[Request] = []
         with self._lock:
-            self._prefix_key = self._prefix_keys.current(self.model)
+            self._identity = self._watch.inspect()
             try:
                 for index, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
                     own_seed = None if seed is None else seed + 1000 * index
@@ -113,7 +113,7 @@ class Engine(EngineCore):
                     raise InvalidArgumentError(f"prompts[{index}]: {error}") from error
                 raise
             finally:
-                self._prefix_key = None
+                self._identity = None
         return requests
 
     def _run_all(self, requests: list[Request], progress: bool) -> None:

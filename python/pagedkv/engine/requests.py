@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InvalidArgumentError, integer
+from ..hf.identity import Identity
 from .results import NewToken, Result
 from .sampling import Settings
 from .scheduler import Scheduler, Sequence
@@ -35,6 +36,9 @@ class Request:
     prompt_ids: list[int]
     streamer: Any
     arrival: float
+    identity: Identity
+    is_private: bool
+    is_begun: bool = False
     events: deque[NewToken] | None = None
     live: dict[int, Sequence] = field(default_factory=dict)
     results: dict[int, Result] = field(default_factory=dict)

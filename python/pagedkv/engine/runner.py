@@ -26,7 +26,7 @@ from ..hf.cache import PagedCache
 from ..hf.kv_pool import Pool
 from ..hf.layers import PAGED
 from ..hf.methods import Patch
-from ..hf.prefix import dependence
+from ..hf.reuse import dependence
 from ..hf.sizing import blocks_for, check_fits
 from ..hf.state import PagedState, Step
 from ..hf.support import check_model, evaluation, refuse
@@ -115,6 +115,7 @@ class Runner:
         pool, tables: the blocks, and one :class:`BlockTable` per group of layers; row r is the r-th running sequence.
         buckets: batch sizes of decode forwards.
         max_length: positions that the model and the tables have.
+        is_frozen: forwards are compiled or captured. not_frozen: the parts of the model's identity that they follow.
 
     Raises:
         UnsupportedModelError: a token's result depends on more than the tokens before it, its position and their keys
@@ -153,6 +154,7 @@ class Runner:
         self._compiled: Forward | None = None
         self._is_one_graph = False  # decode and prompts are the same compiled code
         self._graphs: dict[int, tuple[Any, Tensor]] = {}
+        self.not_frozen = () if self.device.type == "cpu" else ("writes", "values")  # read where they are
         self._allocate(_PROBE_BLOCKS, max(max_num_seqs, 2), max(max_num_batched_tokens, 2 * _PROBE_CHUNK), 4, kv_dtype)
         with evaluation(model):
             self._masks = self._make_masks()
@@ -166,6 +168,7 @@ class Runner:
             self._compile(progress)
         if cuda_graphs and self.device.type == "cuda":
             self._capture(progress)
+        self.is_frozen = compile or bool(self._graphs)
 
     # Set-up.
 

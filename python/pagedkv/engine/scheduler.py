@@ -74,6 +74,12 @@ class Scheduler:
         self.manager.add(seq.seq_id, seq.tokens, cache_salt=cache_salt, extra_keys=extra_keys)
         self._wait(seq)
 
+    def make_private(self, seq: Sequence) -> None:
+        """Share no blocks with a sequence that holds none, or is about to be reset: its ids become unknown."""
+        if seq.seq_id in self.manager.sequences:
+            self.manager.free(seq.seq_id)
+        self.manager.add(seq.seq_id, len(seq.tokens))
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Lets a child run from the parent's computed tokens, in a row that was kept free for it."""
         self.manager.fork(parent.seq_id, child.seq_id)

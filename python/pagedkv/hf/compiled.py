@@ -12,7 +12,7 @@ from torch._C._dynamo.eval_frame import reset_code
 
 from ..tensor_parallel import mesh_of
 from .cache import PagedCache
-from .prefix import weights_of
+from .identity import ModelWatch
 
 # A decode step of SmolLM2-135M at batch 16 in bfloat16 took 37 ms on 2 cores with packed weights alone, and 31 with
 # elementwise kernels of fewer than 8,192 elements in one thread (Inductor's 512 cost more in threads than they bring).
@@ -29,13 +29,15 @@ class CompiledStep:
     """Calls the model through ``torch.compile``; on CPU, unless options are given, with its weights frozen in.
 
     Freezing packs the weights for the matrix products: those of a step of SmolLM2-135M at batch 16 in bfloat16 took 11
-    ms instead of 17, by themselves. No guard watches frozen weights, hence :meth:`follow_weights`.
+    ms instead of 17, by themselves. No guard watches frozen weights or hooks, hence :meth:`follow`.
     """
 
-    def __init__(self, model: torch.nn.Module, original_class: Any, options: dict[str, Any] | None) -> None:
-        self._model = model
+    def __init__(
+        self, model: torch.nn.Module, original_class: Any, watch: ModelWatch, options: dict[str, Any] | None
+    ) -> None:
+        self._watch = watch
         self._is_frozen = options is None and _can_freeze(model)
-        self._weights = weights_of(model) if self._is_frozen else ()
+        self._identity = watch.inspect()
 
         def step(*args: Any, **kwargs: Any) -> Any:
             return original_class.__call__(model, *args, **kwargs)
@@ -54,10 +56,11 @@ class CompiledStep:
         with torch._inductor.config.patch(_CPU_OPTIONS):  # read while the call is traced and compiled
             return self._call(*args, **kwargs)
 
-    def follow_weights(self) -> None:
-        """Compile anew, at the next call, if weights changed that are frozen in."""
-        if self._is_frozen and (weights := weights_of(self._model)) != self._weights:
-            self._weights = weights
+    def follow(self) -> None:
+        """Compile anew, at the next call, if hooks changed, or anything that is frozen in."""
+        identity = self._watch.look()
+        if identity.hooks != self._identity.hooks or (self._is_frozen and identity != self._identity):
+            self._identity = identity
             self.clear()
 
     def clear(self) -> None:

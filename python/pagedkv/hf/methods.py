@@ -17,9 +17,10 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_masks_for_generate
 
 from ..cache import LayerSpec
-from . import masks, prefill, prefix, support
+from . import masks, prefill, reuse, support
 from .cache import PagedCache, layer_windows
 from .compiled import CompiledStep
+from .identity import ModelWatch
 from .kv_pool import Pool
 from .layers import GATHERED
 from .tracing import break_graph, skipped, untraced
@@ -62,7 +63,8 @@ class Patch:
         self.placement: Any = None
         self.pool: Pool
         self.compiled: CompiledStep | None = None
-        self.prefix = prefix.PrefixKeys()
+        self.watch = ModelWatch(model)
+        self.generating = 0  # calls of generate under way
         self._turn = _TURNS.setdefault(model, _Turn())
         self._local = threading.local()
 
@@ -161,19 +163,29 @@ class _PatchedMethods:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         patch: Patch = self.__dict__[ATTRIBUTE]
+        support.check_inputs_are_ids(self)
         since, output = len(patch.created), None
         try:
             with patch.attention():
+                if patch.pool.prefix_caching or patch.compiled is not None:
+                    patch.watch.inspect()
                 if patch.compiled is not None:
-                    patch.compiled.follow_weights()
-                output = super().generate(*args, **kwargs)  # type: ignore[misc]
+                    patch.compiled.follow()
+                patch.generating += 1
+                try:
+                    output = super().generate(*args, **kwargs)  # type: ignore[misc]
+                finally:
+                    patch.generating -= 1
             return output
         finally:
             patch.release(since, output)
 
     def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get(self.__dict__[ATTRIBUTE].cache_name)
+        patch: Patch = self.__dict__[ATTRIBUTE]
+        cache = kwargs.get(patch.cache_name)
         if isinstance(cache, PagedCache):
+            if patch.pool.prefix_caching:
+                reuse.follow(patch.watch, cache.state)
             embedded = kwargs.get("inputs_embeds") is not None and cache.state.seen == 0
             cache.state.token_ids = None if embedded else input_ids
         return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
@@ -188,7 +200,8 @@ class _PatchedMethods:
             return result
         cache = model_kwargs[patch.cache_name] = patch.new_cache(self)
         patch.created.append(cache)
-        cache.state.copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        if patch.watch.row_watchers() is None:
+            cache.state.copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if any(getattr(layer, "record_past", False) for layer in native.layers):
             cache.activate_past_recording()
         return result
@@ -197,7 +210,7 @@ class _PatchedMethods:
         patch: Patch = self.__dict__[ATTRIBUTE]
         cache = model_kwargs.get(patch.cache_name)
         if patch.pool.prefix_caching and isinstance(cache, PagedCache):
-            prefix.attach(self, patch.prefix, cache, input_ids, model_kwargs)
+            reuse.attach(patch.watch, patch.cache_name, cache, input_ids, model_kwargs)
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kw)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -216,12 +229,15 @@ def _plan(
     inputs = kwargs.get("inputs_embeds") if ids is None else ids
     if inputs is None:
         return call
+    if patch.pool.prefix_caching and not patch.generating:
+        reuse.follow_call(patch.watch, patch.cache_name, state, inputs, args, kwargs)
     is_planned = state.is_pending and state.query_length == inputs.shape[1]  # by generate(), with the masks
     if not is_planned:
         if state.rows is None and not any(layer.spec for layer in state.layers):
             patch.teach(model, cache)  # the caller made it
-            if patch.compiled is not None:
-                patch.compiled.follow_weights()
+            if patch.compiled is not None and not patch.generating:
+                patch.watch.inspect()
+                patch.compiled.follow()
         if ids is not None:
             state.token_ids = ids
         mask = kwargs.get("attention_mask")
@@ -230,7 +246,7 @@ def _plan(
         state.plan(None if dense else mask, inputs.shape[0], inputs.shape[1], dense=dense)
     if state.query_length == 1:
         return patch.compiled if patch.compiled is not None and cache.is_compileable else call
-    if prefill.can_pack(cache, patch.cache_name, kwargs):
+    if prefill.can_pack(cache, patch.cache_name, kwargs) and patch.watch.row_watchers() is None:
         return lambda **packed: prefill.call_packed(call, cache, packed)
     return call
 

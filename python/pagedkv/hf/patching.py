@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..errors import boolean, refused
 from ..tensor_parallel import agreed_blocks
-from . import masks, prefix, support
+from . import masks, reuse, support
 from .compiled import CompiledStep
 from .kv_pool import Pool
 from .methods import ATTRIBUTE, Patch, patched_class, placement
@@ -78,6 +78,7 @@ def patch(
         "compile": _compile_options(compile),
     }
     target = _target(model)
+    support.check_inputs_are_ids(model)
     known: Patch | None = target.__dict__.get(ATTRIBUTE)
     if known is not None:
         if known.options != options:
@@ -104,10 +105,13 @@ def _install(model: PreTrainedModel, handle: Patch) -> None:
     model.__class__ = patched_class(type(model))  # type: ignore[arg-type]
     try:
         _probe(model, handle)
+        handle.watch.learn()
         _size_pool(model, handle)
         compile = handle.options["compile"]
         if compile:
-            handle.compiled = CompiledStep(model, handle.original_class, compile if isinstance(compile, dict) else None)
+            handle.compiled = CompiledStep(
+                model, handle.original_class, handle.watch, compile if isinstance(compile, dict) else None
+            )
     except BaseException:
         unpatch(model)
         raise
@@ -152,7 +156,7 @@ def _size_pool(model: PreTrainedModel, handle: Patch) -> None:
     options = handle.options
     block_size = options["block_size"]
     num_blocks = agreed_blocks(model, lambda: _num_blocks(model, handle))
-    caching = options["prefix_caching"] and prefix.allowed(model, handle.new_cache(model))
+    caching = options["prefix_caching"] and reuse.allowed(model, handle.new_cache(model))
     handle.set_pool(model, num_blocks, block_size, caching)
     handle.pool.layer_modes = support.modes(handle.new_cache(model))
 
@@ -206,7 +210,7 @@ def pool(model: Any) -> Pool:
 def clear_prefix_cache(model: Any) -> None:
     """Forget the prefixes of a patched model. Needed after changes that do not show in its parameters."""
     pool(model)
-    _target(model).__dict__[ATTRIBUTE].prefix.clear()
+    _target(model).__dict__[ATTRIBUTE].watch.clear()
 
 
 def layer_modes(model: Any) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .identity import Identity
 from .kv_pool import Pool
 from .packing import Packing
 from .rows import Ints, Rows
@@ -44,7 +45,7 @@ class PagedState:
     Attributes:
         columns: columns before the planned forward. query_length: its columns. forward_length: length of its inputs,
             another one where they are packed.
-        extra_keys: what a cached prefix depends on besides its tokens.
+        identity: of the model that computed the tokens; None: nothing is published.
         token_ids: [B, any], ends with the ids of the planned forward's columns, where a caller knows them.
         copies: rows that come in groups of this many equal ones (beams, returned sequences).
     """
@@ -57,6 +58,7 @@ class PagedState:
         self.query_length = 0
         self.forward_length = 0
         self.copies = 1
+        self.identity: Identity | None = None
         self.token_ids: Tensor | None = None
         self.seqs: list[int] = []  # of the rows; outlives them for the finalizer
         self._valid: list[Bools] = []  # [B, L] per forward: real tokens
@@ -132,7 +134,7 @@ class PagedState:
             getattr(layer, "record_past", False) and layer.is_sliding for layer in self.layers
         )
         starts = rows.lengths.copy()
-        held = rows.grow(valid.sum(1), _real_ids(ids, valid) if self.pool.prefix_caching else None)
+        held = rows.grow(valid.sum(1), _real_ids(ids, valid) if self.identity is not None else None)
         self.pool.fit_tables(max(len(ids) for blocks in rows.blocks for ids in blocks))
         self.pool.apply_moves()
         self._valid.append(valid)
@@ -190,11 +192,11 @@ class PagedState:
             raise ValueError(f"PagedCache: batch must be {self.rows.batch} like the rows it holds, got {batch}")
         return self.rows
 
-    def start(self, batch: int, copies: int, prompts: Sequence[Sequence[int]] | None = None, keys: Any = ()) -> Any:
+    def start(self, batch: int, copies: int, prompts: Sequence[Sequence[int]] | None = None) -> Any:
         """Register the rows; returns how many tokens of each prompt are cached."""
         self.rows = Rows(self.pool, batch, copies)
         self.rows.seqs = self.seqs
-        return self.rows.start(prompts, keys)
+        return self.rows.start(prompts, (self.identity and self.identity.keys) or ())
 
     def skip(self, valid: Bools) -> None:
         """Count columns whose tokens a cached prefix holds."""
@@ -220,7 +222,7 @@ class PagedState:
         return mask[:, self.columns :]
 
     def _new_ids(self, batch: int, query_length: int) -> NDArray[np.int64] | None:
-        wanted = self.pool.prefix_caching or (self.rows is not None and not self.rows.is_split and query_length > 1)
+        wanted = self.identity is not None or (self.rows is not None and not self.rows.is_split and query_length > 1)
         if not wanted or self.token_ids is None or self.token_ids.shape[0] != batch:
             return None
         if self.token_ids.shape[1] < query_length:
@@ -279,6 +281,7 @@ class PagedState:
         other._valid = list(self._valid)
         other.columns = self.seen
         other.has_encoder = self.has_encoder
+        other.identity = self.identity
         return other
 
     def _check_whole(self) -> None:
@@ -293,6 +296,7 @@ class PagedState:
         if self.rows is not None:
             self.rows.free(publish=not (self._failed or self._is_unfinished))
         self._failed = False
+        self.identity = None
         self.rows, self._valid, self._steps = None, [], {}
         self.columns = self.query_length = 0
         for layer in self.layers:

@@ -48,6 +48,14 @@ def check_model(model: PreTrainedModel) -> None:
         raise refuse(model, "it has no attention layer")
 
 
+def check_inputs_are_ids(model: Any) -> None:
+    """Raise :class:`UnsupportedModelError` for PEFT methods that put vectors or keys of their own before the prompt."""
+    wrapper = getattr(model.__dict__.get("prepare_inputs_for_generation"), "__self__", model)
+    config: Any = getattr(wrapper, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise refuse(wrapper, f"{config.peft_type.value} puts vectors before the prompt that are no tokens")
+
+
 def text_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """The config objects that the text model's attention layers read: usually one, sometimes copies."""
     text = model.config.get_text_config(decoder=True)

@@ -1,0 +1,288 @@
+"""What keys and values depend on besides token ids, and who may look at the rows of a batch; seen at little cost."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as global_hooks
+
+from ..tensor_parallel import local_tensor
+
+# their hooks divide work among ranks, or record outputs for who asks the model for them
+_OWN_HOOKS = ("torch.distributed.", "transformers.")
+_OWN_MODULES = {"torch", "transformers", "transformers_modules", "peft", "torchao", "bitsandbytes", "kernels"}
+_PLAIN = {int, float, bool, str}
+# of these the attributes are sizes
+_SIZED = (torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Identity)
+_RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAMPLES = 64  # elements of a weight that the checksum reads
+_WHOLE_BYTES = 1 << 25  # of adapters that the checksum reads whole
+
+_WORDS = {
+    "tensors": "weights or buffers that were replaced",
+    "writes": "weights or buffers that were written",
+    "adapters": "active, disabled or merged adapters",
+    "scaling": "scaling of adapters",
+    "hooks": "forward hooks, forwards of instances, or dropout",
+    "values": "values of weights, written without torch's notice",
+    "attributes": "attributes of modules or of the config",
+}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the keys and values of a token depend on besides the tokens up to it.
+
+    Attributes:
+        tensors: counts changes of which parameters and buffers there are, and where. writes: of their versions.
+        adapters: which are active, disabled and merged, layer by layer. scaling: by what they are multiplied.
+        hooks: forward hooks, forwards replaced on instances, active dropout: nobody knows what they do to a token.
+        values: checksum of the adapters' parameters, and of samples of all others.
+        attributes: digest of the plain attributes of modules, and of the config.
+    """
+
+    tensors: int
+    writes: int
+    adapters: bytes
+    scaling: bytes
+    hooks: tuple[Any, ...]
+    values: int
+    attributes: bytes
+
+    @property
+    def keys(self) -> list[tuple[str, Any]] | None:
+        """What a prefix is keyed by besides its tokens; None: it must neither be hit nor published."""
+        if self.hooks:
+            return None
+        return [(field.name, getattr(self, field.name)) for field in fields(self) if field.name != "hooks"]
+
+    def changes(self, other: Identity, ignored: Sequence[str] = ()) -> str:
+        """The names of what differs; empty where nothing does."""
+        names = [field.name for field in fields(self) if field.name not in ignored]
+        return ", ".join(_WORDS[name] for name in names if getattr(self, name) != getattr(other, name))
+
+
+class ModelWatch:
+    """Tells the :class:`Identity` of a model, from lists of its modules and tensors that are kept."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._replaced = self._writes = 0
+        self._plain: list[Any] = []
+        self._digest = b""
+        self._volatile: set[str] = set()
+        self._state: tuple[Any, ...]
+        self._written: tuple[list[int], list[int]]
+        self._survey()
+        self._first = [dict(_plain_items(state)) for state in self._attributes]
+        self._current = self._identity(self._checksum(), self._digest_attributes())
+        self._inspected = self._state[:2]
+
+    def learn(self) -> None:
+        """Leave out attributes that a forward has changed by itself since this object was made."""
+        for before, state in zip(self._first, self._attributes, strict=False):
+            self._volatile.update(name for name, value in before.items() if state.get(name) != value)
+        self._first = []
+
+    def clear(self) -> None:
+        """Let no identity of before come again."""
+        self._writes += 1
+
+    def look(self) -> Identity:
+        """The identity, but for what only :meth:`inspect` sees; the same object as long as nothing changed.
+
+        0.1 ms for the 272 tensors and 397 modules of SmolLM2-135M, 0.3 ms with adapters on its 210 linear layers.
+        """
+        members = self._read_members()
+        if len(members) != len(self._members) or not all(map(is_, members, self._members)):
+            self._replaced += 1
+            self._survey()
+        elif (written := self._read_written()) != self._written:
+            self._replaced += written[0] != self._written[0]
+            self._writes += written[1] != self._written[1]
+            self._written = written
+        if (state := self._read_state()) != self._state:
+            self._state = state
+            self._current = self._identity(self._current.values, self._digest)
+        return self._current
+
+    def inspect(self) -> Identity:
+        """The identity, with the values of weights and the attributes of modules; 2 to 10 ms."""
+        if sum(map(len, self._all_dicts)) != len(self._members):
+            self._replaced += 1
+            self._survey()
+        self.look()
+        values, digest = self._checksum(), self._digest_attributes()
+        if values != self._current.values and self._state[:2] == self._inspected:
+            self._writes += 1  # since when is not known: what was published since the last time may be of either
+            self._state = self._read_state()
+        self._inspected = self._state[:2]
+        now = self._identity(values, digest)
+        if now != self._current:
+            self._current = now
+        return self._current
+
+    def row_watchers(self) -> str | None:
+        """What may look at the rows of a batch: hooks, replaced forwards, foreign modules, recorded outputs."""
+        if self.look().hooks or self._read_private():
+            return _WORDS["hooks"]
+        config = getattr(self._model, "config", None)
+        return self._foreign or next((name for name in _RECORDED if getattr(config, name, False)), None)
+
+    def _survey(self) -> None:
+        """Make the lists anew, for a model whose modules, parameters or buffers are others."""
+        self._modules = list(self._model.modules())
+        self._all_dicts: list[dict[str, Any]] = [
+            members for m in self._modules for members in (m._modules, m._parameters, m._buffers)
+        ]
+        self._dicts = [d for d in self._all_dicts if d]
+        self._members = self._read_members()
+        tensors = [member for member in self._members if isinstance(member, Tensor)]
+        self._tensors = [part for tensor in tensors for part in _parts(tensor)]
+        whole = {id(tensor): tensor for tensor in (*self._tensors, *tensors)}  # a DTensor counts writes of its own
+        self._counted = [tensor for tensor in whole.values() if not tensor.is_inference()]
+        self._written = self._read_written()
+        self._adapters = [m for m in self._modules if isinstance(getattr(type(m), "disable_adapters", None), property)]
+        self._hook_dicts = [d for m in self._modules for d in (m._forward_hooks, m._forward_pre_hooks)]
+        self._hook_dicts += [global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks]
+        self._attributes = [m.__dict__ for m in self._modules if not isinstance(m, _SIZED)]
+        self._droppers = [m for m in self._modules if any(map(_is_rate, m.__dict__.items()))]
+        self._foreign = next((type(m).__name__ for m in self._modules if not _is_known(type(m))), None)
+        self._samples: list[Tensor] | None = None
+        self._state = self._read_state()
+
+    def _identity(self, values: int, digest: bytes) -> Identity:
+        replaced, writes, (adapters, scaling), hooks = self._state
+        private = hooks + self._read_private()
+        return Identity(replaced, writes, _digest(adapters), _digest(scaling), private, values, digest)
+
+    def _read_state(self) -> tuple[int, int, tuple[list[Any], list[Any]], tuple[Any, ...]]:
+        return self._replaced, self._writes, self._read_adapters(), self._read_hooks()
+
+    def _read_members(self) -> list[Any]:
+        values: Any = dict.values
+        return [*chain.from_iterable(map(values, self._dicts))]
+
+    def _read_written(self) -> tuple[list[int], list[int]]:
+        return [*map(Tensor.data_ptr, self._tensors)], [*map(attrgetter("_version"), self._counted)]
+
+    def _read_adapters(self) -> tuple[list[Any], list[Any]]:
+        names: list[Any] = []
+        scaling: list[Any] = []
+        for layer in self._adapters:
+            state = layer.__dict__
+            names.append((str(state.get("_active_adapter")), state.get("_disable_adapters"), *_merged(state)))
+            scaling += map(_number, state.get("scaling", {}).items())
+        return names, scaling
+
+    def _read_hooks(self) -> tuple[Any, ...]:
+        if not any(self._hook_dicts):
+            return ()
+        return tuple(number for hooks in self._hook_dicts for number, hook in hooks.items() if not _is_own(hook))
+
+    def _read_private(self) -> tuple[Any, ...]:
+        """Forwards that were replaced on instances, and dropout where it is on."""
+        forwards = [m.__dict__["forward"] for m in self._modules if "forward" in m.__dict__ and not _is_its_class_s(m)]
+        return (*forwards, *(["dropout"] if any(m.training for m in self._droppers) else []))
+
+    def _digest_attributes(self) -> bytes:
+        plain = [item for state in self._attributes for item in _plain_items(state) if item[0] not in self._volatile]
+        config: Any = getattr(self._model, "config", None)
+        plain.append(("config", repr(config.to_dict()) if hasattr(config, "to_dict") else None))
+        if plain != self._plain:
+            self._plain, self._digest = plain, _digest(plain)
+        return self._digest
+
+    def _checksum(self) -> int:
+        if self._samples is None:
+            self._samples = list(self._sample())
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for sample in self._samples:
+            groups.setdefault((sample.device, sample.dtype), []).append(sample)
+        result = 0
+        for samples in groups.values():
+            result = zlib.crc32(torch.cat(samples).cpu().numpy().data, result)
+        return result
+
+    def _sample(self) -> Iterator[Tensor]:
+        """Views of the elements that the checksum reads, as integers: adapters whole, as far as they are small."""
+        named = [chain(layer.named_parameters(), layer.named_buffers()) for layer in self._adapters]
+        tensors = [tensor for name, tensor in chain.from_iterable(named) if "base_layer." not in name]
+        own = [part for tensor in tensors for part in _parts(tensor)]
+        is_small = sum(part.nbytes for part in own) <= _WHOLE_BYTES
+        whole = {id(part) for part in own} if is_small else set()
+        for tensor in self._tensors:
+            bits = _bits(tensor)
+            if bits is not None:
+                # an odd step, so that samples of a matrix do not all lie in one column
+                step = 1 if id(tensor) in whole else max(1, len(bits) // _SAMPLES) | 1
+                yield bits[::step]
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that hold a tensor's elements: the local one of a DTensor, the parts of a quantised one."""
+    local: Any = local_tensor(tensor)
+    if hasattr(type(local), "__tensor_flatten__"):
+        names, _ = local.__tensor_flatten__()
+        return [part for name in names for part in _parts(getattr(local, name))]
+    return [local]
+
+
+def _bits(tensor: Tensor) -> Tensor | None:
+    """A view [elements] as integers; None where there is none."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta" or not tensor.numel():
+        return None
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    if span != tensor.numel():
+        return None
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return flat.view(_INTEGERS[tensor.element_size()]) if tensor.element_size() in _INTEGERS else None
+
+
+def _plain_items(state: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [item for item in state.items() if type(item[1]) in _PLAIN]
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).digest()
+
+
+def _merged(state: dict[str, Any]) -> Iterable[str]:
+    merged = state.get("merged_adapters", ())
+    return merged if isinstance(merged, list | tuple) else ()
+
+
+def _number(scaling: tuple[str, Any]) -> Any:
+    """PEFT keeps scalings as tensors where adapters shall be hot-swapped under torch.compile."""
+    value = scaling[1]
+    return (value.data_ptr(), value._version) if isinstance(value, Tensor) else value
+
+
+def _is_rate(attribute: tuple[str, Any]) -> bool:
+    name, value = attribute
+    return type(value) is float and value > 0 and (name == "p" or "dropout" in name)
+
+
+def _is_own(hook: Any) -> bool:
+    hook = getattr(hook, "func", hook)  # of a functools.partial
+    return str(getattr(hook, "__module__", "")).startswith(_OWN_HOOKS)
+
+
+def _is_its_class_s(module: torch.nn.Module) -> bool:
+    """A forward kept on the instance that is the class's own, or that compiled."""
+    forward = module.__dict__["forward"]
+    forward = getattr(forward, "_torchdynamo_orig_callable", forward)
+    return getattr(forward, "__func__", None) is type(module).forward
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _OWN_MODULES
