@@ -5,16 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import InvalidArgumentError, boolean, integer, refused
 from ..hf.sizing import check_settings, total_memory
+from ..hf.support import base_model, check_inputs_are_ids
 
 
-def check_config(model: Any) -> None:
-    """Raises InvalidArgumentError for what is no module, or has no transformers config as models and wrappers have."""
-    if not isinstance(model, torch.nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
+def inner_model(model: Any) -> PreTrainedModel:
+    """The transformers model that an engine runs: what compiled modules and adapter models are around.
+
+    Raises:
+        InvalidArgumentError: it is no module, or has no transformers config.
+        UnsupportedModelError: an adapter puts vectors before the prompt, which would be left out.
+    """
+    inner = base_model(model)
+    if not isinstance(inner, torch.nn.Module) or not isinstance(getattr(inner, "config", None), PreTrainedConfig):
         raise InvalidArgumentError(f"model: expected a transformers model, got {type(model).__name__}")
+    check_inputs_are_ids(model)
+    return inner
 
 
 def check_tokenizer(tokenizer: Any) -> None:

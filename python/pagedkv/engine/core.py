@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..errors import IntegrityError, InvalidArgumentError, integer
 from ..hf.identity import Identity
 from ..prefix import encode
-from .checks import check_batch, check_config, check_tokenizer
+from .checks import check_batch, check_tokenizer, inner_model
 from .requests import Prompt, Record, Request, check_fit, check_logprobs, check_priority, check_seed, encode_prompt
 from .results import EngineStats, NewToken, Result, StepOutput
 from .runner import Runner
@@ -46,7 +46,7 @@ class EngineCore:
     ) -> None:
         max_num_seqs, max_num_batched_tokens = check_batch(max_num_seqs, max_num_batched_tokens)
         check_tokenizer(tokenizer)
-        check_config(model)
+        model = inner_model(model)
         _check_mode(model)
         self.model = model
         self.tokenizer = tokenizer

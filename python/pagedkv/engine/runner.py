@@ -8,8 +8,9 @@ CPU one graph is every forward.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,19 +27,19 @@ from ..hf.cache import PagedCache
 from ..hf.kv_pool import Pool
 from ..hf.layers import PAGED
 from ..hf.methods import Patch
+from ..hf.probe import Probe
 from ..hf.reuse import dependence
-from ..hf.sizing import blocks_for, check_fits
+from ..hf.sizing import sized
 from ..hf.state import PagedState, Step
-from ..hf.support import check_model, evaluation, refuse
+from ..hf.support import UnsupportedModelError, check_model, evaluation, refuse
 from ..hf.tags import TAG
 from ..tensor_parallel import agreed_blocks, mesh_of
 from .checks import check_buffers, check_flags, check_pool
 from .compiling import compiled
 from .progress import track
 
-_PROBE_BLOCKS = 8
-_PROBE_LENGTHS = (7, 4)  # over one block and within one, at the probe's block size of 4
-_PROBE_CHUNK = 3
+_PROBE_BLOCKS, _PROBE_BLOCK_SIZE = 16, 4
+_PROBE_CHUNK = 3  # prompts of 6 and 4 tokens come in two forwards, over one block and within one
 _TRACED_TOKENS = 16  # kernels are chosen for so many: decode of few sequences is what waits for the weights
 _MIN_TOKENS = 2  # of a compiled forward: Dynamo takes sizes of 1 for constants
 _MIN_ROOM = 4  # tokens of the buffers: T and L are traced as 4 and 2, as equal sizes would count as one size
@@ -155,17 +156,19 @@ class Runner:
         self._is_one_graph = False  # decode and prompts are the same compiled code
         self._graphs: dict[int, tuple[Any, Tensor]] = {}
         self.not_frozen = () if self.device.type == "cpu" else ("writes", "values")  # read where they are
-        self._allocate(_PROBE_BLOCKS, max(max_num_seqs, 2), max(max_num_batched_tokens, 2 * _PROBE_CHUNK), 4, kv_dtype)
+        room = max(max_num_seqs, 2), max(max_num_batched_tokens, 2 * _PROBE_CHUNK)
+        self._allocate(_PROBE_BLOCKS, *room, _PROBE_BLOCK_SIZE, kv_dtype)
         with evaluation(model):
             self._masks = self._make_masks()
-            self._probe()
-        blocks = agreed_blocks(model, lambda: self._num_blocks(num_blocks, memory, block_size, num_host_blocks))
+            probe = self._probe()
+        sizes = num_blocks, memory, block_size, self.device, num_host_blocks
+        blocks = agreed_blocks(model, lambda: sized(self.pool, *sizes))
         options = {"prefix_caching": prefix_caching, "watermark": watermark, "num_host_blocks": num_host_blocks}
         self._allocate(blocks, max_num_seqs, max_num_batched_tokens, block_size, kv_dtype, **options)
         self.max_length = min(self.max_length, self.pool.table_width * block_size)
         self._warm_up(self._inputs[self._sizes[0]])  # the layers get their tensors before anything is traced
         if compile:
-            self._compile(progress)
+            self._compile(progress, probe)
         if cuda_graphs and self.device.type == "cuda":
             self._capture(progress)
         self.is_frozen = compile or bool(self._graphs)
@@ -181,17 +184,6 @@ class Runner:
         if not self.patch.switches:
             raise refuse(self.model, "its attention does not look its function up by config._attn_implementation")
         return "logits_to_keep" in parameters
-
-    def _num_blocks(
-        self, num_blocks: int | None, memory: int | float | None, block_size: int, num_host_blocks: int
-    ) -> int:
-        """Of the pool, whose bytes per token are known from the probe's."""
-        block_bytes = self.pool.block_bytes // self.pool.block_size * block_size
-        check_fits(f"num_host_blocks={num_host_blocks}", num_host_blocks, block_bytes, torch.device("cpu"))
-        if num_blocks is None:
-            return blocks_for(block_bytes, memory, self.device)
-        check_fits(f"num_blocks={num_blocks}", num_blocks, block_bytes, self.device)
-        return num_blocks
 
     def _allocate(
         self, num_blocks: int, max_num_seqs: int, max_num_tokens: int, block_size: int, kv_dtype: Any, **options: Any
@@ -268,50 +260,42 @@ class Runner:
                 raise refuse(self.model, "its attention mask is more than causal and windowed")
         return masks
 
-    def _probe(self) -> None:
-        """Compares a packed and chunked forward with the model's own, token by token."""
-        vocabulary = self.model.get_input_embeddings().num_embeddings
-        prompts = [[(7 * i + 5 + 3 * n) % vocabulary for i in range(n)] for n in _PROBE_LENGTHS]
+    def _probe(self) -> Probe:
+        """Compares packed, chunked prompts and decode steps with what the model gives by itself."""
+        model, dtype = self.model, self.pool.kv_dtype
+        probe = Probe(model, functools.partial(type(model).generate, model), self.patch.cache_name, dtype)
         try:
-            own = [self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False) for ids in prompts]
-            expected = [output.logits[0].double() for output in own]
-            got = self._run_probe(prompts)
+            for step, logits in enumerate(self._run_probe(probe)):
+                probe.check(step, logits, "in a packed batch")
         except NotImplementedError as error:
-            raise refuse(self.model, str(error)) from error
+            raise error if isinstance(error, UnsupportedModelError) else refuse(model, str(error)) from error
         except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
-            raise refuse(self.model, f"a packed forward fails ({type(error).__name__}: {error})") from error
-        for row, position, logits in got:
-            self._compare(expected[row][position], logits, 0.1, "in a packed batch")
+            raise refuse(model, f"a packed forward fails ({type(error).__name__}: {error})") from error
+        return probe
 
-    def _compare(self, expected: Tensor, got: Tensor, limit: float, where: str) -> None:
-        """limit: where float32 is not used throughout."""
-        is_exact = self.model.dtype == torch.float32 and self.pool.kv_dtype in (None, torch.float32)
-        difference = float((expected.double() - got.double()).norm() / expected.double().norm())
-        if not difference < (1e-3 if is_exact else limit):
-            raise refuse(self.model, f"its logits {where} differ from its own by {difference:.1e} (relative)")
-
-    def _run_probe(self, prompts: list[list[int]]) -> list[tuple[int, int, Tensor]]:
-        """(row, position, logits) of the last token of every chunk."""
-        manager, done, results = self.pool.manager, [0] * len(prompts), []
-        for row, ids in enumerate(prompts):
+    def _run_probe(self, probe: Probe) -> Iterator[Tensor]:
+        """[rows, vocabulary] logits of each new token of the probe."""
+        manager, done = self.pool.manager, [0] * len(probe.prompts)
+        tokens = [prompt + new[:-1] for prompt, new in zip(probe.prompts, probe.tokens, strict=True)]
+        for row, ids in enumerate(tokens):
             manager.add(row, ids)
-        while any(done[row] < len(ids) for row, ids in enumerate(prompts)):
-            counts = [min(_PROBE_CHUNK, len(ids) - done[row]) for row, ids in enumerate(prompts)]
+        while any(count < len(ids) for count, ids in zip(done, tokens, strict=True)):
+            rest = [len(prompt) - count for prompt, count in zip(probe.prompts, done, strict=True)]
+            counts = [max(1, min(_PROBE_CHUNK, left)) for left in rest]
             for row, count in enumerate(counts):
                 manager.allocate_slots(row, count)
                 for table, blocks in zip(self.tables, manager.block_ids(row), strict=True):
                     table.set_row(row, blocks)
-            ids = [token for row, count in enumerate(counts) for token in prompts[row][done[row] : done[row] + count]]
-            ends = np.cumsum(counts) - 1
-            active = [row for row, count in enumerate(counts) if count]
-            logits = self.run(ids, done, counts, ends[active])
+            ids = [token for row, count in enumerate(counts) for token in tokens[row][done[row] : done[row] + count]]
+            is_decode = len(ids) == len(counts) <= self._sizes[-1]
+            logits = self.run(ids, done, *((None, None) if is_decode else (counts, np.cumsum(counts) - 1)))
             for row, count in enumerate(counts):
                 manager.commit(row, count)
                 done[row] += count
-            results += [(row, done[row] - 1, logits[i]) for i, row in enumerate(active)]
-        return results
+            if max(rest) <= _PROBE_CHUNK:  # the prompts are complete
+                yield logits
 
-    def _compile(self, progress: bool) -> None:
+    def _compile(self, progress: bool, probe: Probe) -> None:
         """One graph for any number of tokens: on CPU of every forward, on CUDA of decode (one more for a batch of 1).
 
         Freezing takes every tensor that is marked as a static address for a constant, but for those that the graph
@@ -328,9 +312,9 @@ class Runner:
                 inputs.mark_dynamic()
                 self._warm_up(inputs)
         if self._is_one_graph:
-            self._check_compiled()
+            self._check_compiled(probe)
 
-    def _check_compiled(self) -> None:
+    def _check_compiled(self, probe: Probe) -> None:
         """Compares a compiled forward of a few tokens in block 1, which nobody has yet, with the eager one.
 
         Both are roundings of the same logits: on SmolLM2-135M in bfloat16 the compiled ones were 0.03 from those in
@@ -344,7 +328,8 @@ class Runner:
             expected = self.run(list(range(count)), [0], [count], range(count))
             self._compiled = call
             got = self.run(list(range(count)), [0], [count], range(count))
-        self._compare(expected, got, 0.5, "from a compiled forward")
+        is_exact = self.model.dtype == torch.float32 and self.pool.kv_dtype in (None, torch.float32)
+        probe.check_pair(expected, got, "from a compiled forward", 1e-3 if is_exact else 0.5)
 
     def _capture(self, progress: bool) -> None:
         """A CUDA graph per bucket, the largest first: the smaller ones share its memory."""

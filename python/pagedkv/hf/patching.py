@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
 from ..errors import boolean, refused
 from ..tensor_parallel import agreed_blocks
@@ -17,7 +17,8 @@ from . import masks, reuse, support
 from .compiled import CompiledStep
 from .kv_pool import Pool
 from .methods import ATTRIBUTE, Patch, patched_class, placement
-from .sizing import blocks_for, check_fits, check_settings
+from .probe import Probe
+from .sizing import check_settings, sized
 
 Model = TypeVar("Model")
 _PROBE_BLOCKS, _PROBE_BLOCK_SIZE = 32, 16  # a larger block would need its memory before it is known how much
@@ -25,9 +26,7 @@ _PROBE_BLOCKS, _PROBE_BLOCK_SIZE = 32, 16  # a larger block would need its memor
 
 def _target(model: Any) -> PreTrainedModel:
     """The transformers model inside a compiled module or an adapter model."""
-    model = getattr(model, "_orig_mod", model)
-    if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
-        model = model.get_base_model()
+    model = support.base_model(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}")
     return model
@@ -119,34 +118,31 @@ def _install(model: PreTrainedModel, handle: Patch) -> None:
 
 def _probe(model: PreTrainedModel, handle: Patch) -> None:
     """Run both ways, compare, and learn each layer's mode."""
-    inputs = support.probe_inputs(model)
     block_size = min(handle.options["block_size"], _PROBE_BLOCK_SIZE)
     handle.set_pool(model, _PROBE_BLOCKS, block_size, prefix_caching=False)
     with support.evaluation(model):
+        generate = partial(handle.original_class.generate, model)
+        probe = Probe(model, generate, handle.cache_name, handle.options["kv_dtype"])
         try:
-            own_cache = {handle.cache_name: DynamicCache(config=model.config)}
-            native = handle.original_class.generate(model, **inputs, **own_cache)
-        except Exception as error:
-            reason = f"it does not generate from token ids alone ({type(error).__name__}: {error})"
-            raise support.refuse(model, reason) from error
-        try:
-            _probe_paged(model, handle, inputs, native)
+            _probe_paged(model, handle, probe)
         except Exception:
             if not handle.switches:
                 raise
             # it does something to its masks or keys that the attention function can not see: leave its attention alone
             handle.switches = False
             handle.set_pool(model, _PROBE_BLOCKS, block_size, prefix_caching=False)
-            _probe_paged(model, handle, inputs, native)
+            _probe_paged(model, handle, probe)
 
 
-def _probe_paged(model: PreTrainedModel, handle: Patch, inputs: dict[str, Any], native: Any) -> None:
+def _probe_paged(model: PreTrainedModel, handle: Patch, probe: Probe) -> None:
     cache = handle.new_cache(model)
     try:
-        paged = model.generate(**inputs, **{handle.cache_name: cache})
+        paged = probe.run(model.generate, cache)
     except Exception as error:
         raise support.refuse(model, f"{type(error).__name__}: {error}") from error
-    support.compare(model, native, paged, cache)
+    if not any(layer.spec for layer in cache.state.layers):
+        raise support.refuse(model, "its forward does not write to the cache it is given")
+    probe.check_generated(paged)
     handle.layers = [(layer.mode, layer.spec) for layer in cache.state.layers]
     handle.placement = placement(model)
     cache.reset()
@@ -154,23 +150,12 @@ def _probe_paged(model: PreTrainedModel, handle: Patch, inputs: dict[str, Any], 
 
 def _size_pool(model: PreTrainedModel, handle: Patch) -> None:
     options = handle.options
-    block_size = options["block_size"]
-    num_blocks = agreed_blocks(model, lambda: _num_blocks(model, handle))
-    caching = options["prefix_caching"] and reuse.allowed(model, handle.new_cache(model))
-    handle.set_pool(model, num_blocks, block_size, caching)
-    handle.pool.layer_modes = support.modes(handle.new_cache(model))
-
-
-def _num_blocks(model: PreTrainedModel, handle: Patch) -> int:
-    """Blocks that this process has room for, whose bytes are known from the probe's."""
-    num_blocks, block_size = handle.options["num_blocks"], handle.options["block_size"]
-    block_bytes = handle.pool.block_bytes // handle.pool.block_size * block_size
+    sizes = options["num_blocks"], options["memory"], options["block_size"]
     device = model.get_input_embeddings().weight.device
-    check_fits(f"block_size={block_size}", 2, block_bytes, device)
-    if num_blocks is None:
-        return blocks_for(block_bytes, handle.options["memory"], device)
-    check_fits(f"num_blocks={num_blocks}", num_blocks, block_bytes, device)
-    return int(num_blocks)
+    num_blocks = agreed_blocks(model, lambda: sized(handle.pool, *sizes, device))
+    caching = options["prefix_caching"] and reuse.allowed(model, handle.new_cache(model))
+    handle.set_pool(model, num_blocks, options["block_size"], caching)
+    handle.pool.layer_modes = support.modes(handle.new_cache(model))
 
 
 def unpatch(model: Model) -> Model:

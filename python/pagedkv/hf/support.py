@@ -1,4 +1,4 @@
-"""Which models blocks can serve: what is known beforehand, and a short run against the model's own cache."""
+"""Which models blocks can serve, as far as it is known without running them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from torch._dynamo.eval_frame import OptimizedModule
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..tensor_parallel import split_kv_heads
 from .cache import layer_kinds
@@ -23,6 +24,18 @@ class UnsupportedModelError(NotImplementedError):
 
 def refuse(model: Any, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"pagedkv: {type(model).__name__} can not be served from blocks: {reason}")
+
+
+def base_model(model: Any) -> Any:
+    """The transformers model inside compiled modules and adapter models, in any order; anything else as it is."""
+    while not isinstance(model, PreTrainedModel):
+        if isinstance(model, OptimizedModule):
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            break
+    return model
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -71,44 +84,6 @@ def uses_interface(model: PreTrainedModel, configs: list[PreTrainedConfig]) -> b
     """The attention layers look their function up by ``config._attn_implementation``."""
     owners = [m for m in model.modules() if isinstance(m, PreTrainedModel) and any(m.config is c for c in configs)]
     return bool(owners) and all(type(owner)._can_set_attn_implementation() for owner in owners)
-
-
-def compare(model: PreTrainedModel, native: Any, paged: Any, cache: PagedCache) -> None:
-    """Raise :class:`UnsupportedModelError` where the logits of two short runs differ by more than rounding."""
-    if not any(isinstance(layer, PagedLayer) and layer.is_initialized for layer in cache.layers):
-        raise refuse(model, "its forward does not write to the cache it is given")
-    exact = {model.dtype, cache.pool.kv_dtype or model.dtype} <= {torch.float32, torch.float64}
-    limit = 1e-3 if exact else 0.1
-    same_so_far = True
-    for step, (expected, got) in enumerate(zip(native.logits, paged.logits, strict=True)):
-        expected, got = expected.double(), got.double()
-        error = float((expected - got).norm() / expected.norm().clamp_min(1e-9))
-        if same_so_far and not error < limit:
-            raise refuse(model, f"its logits differ from the model's own by {error:.1e} (relative) at step {step}")
-        same_so_far = same_so_far and bool((expected.argmax(-1) == got.argmax(-1)).all())
-
-
-def probe_inputs(model: PreTrainedModel) -> dict[str, Any]:
-    """Two rows of a few tokens, one of them padded on the left."""
-    vocabulary = model.get_input_embeddings().num_embeddings
-    device = model.get_input_embeddings().weight.device
-    ids = (torch.arange(12, device=device).reshape(2, 6) * 7 + 5) % vocabulary
-    mask = torch.ones_like(ids)
-    mask[1, :2] = 0
-    return {"input_ids": ids, "attention_mask": mask, "generation_config": probe_generation_config()}
-
-
-def probe_generation_config() -> GenerationConfig:
-    return GenerationConfig(
-        max_new_tokens=3,
-        min_new_tokens=3,
-        do_sample=False,
-        pad_token_id=0,
-        eos_token_id=None,
-        return_dict_in_generate=True,
-        output_logits=True,
-        disable_compile=True,
-    )
 
 
 @contextmanager

@@ -1,0 +1,152 @@
+"""The acceptance test of a model: its logits over blocks against its own, as far apart as rounding moves its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from .support import refuse
+
+NEW_TOKENS = 3
+# Measured: logits over blocks are at most 1.6 times as far from the model's own as those move by themselves.
+_MULTIPLE = 4
+_LEAST, _LARGEST = 1e-4, 0.5  # no attention is wrong by so little; logits of another model are 1.4 away
+
+
+class Probe:
+    """What a model generates with its own cache, and how far other logits may be from it.
+
+    The limit is the model's own sensitivity: how far its logits move where its embeddings move by a rounding, and where
+    a row is computed alone instead of in a batch. Activations that are quantised by what else is in the batch move them
+    by percents, float32 by millionths.
+
+    Args:
+        model: the model, in evaluation mode.
+        generate: its own ``generate``.
+        cache_name: of the cache argument of its forward.
+        kv_dtype: of the stored keys and values; None: the type they come in.
+
+    Attributes:
+        prompts: tokens of two rows; for ``generate`` the second is padded on the left.
+        tokens: what the model adds to each row.
+        limit: how far, relative to their norm, logits may be from the model's own.
+
+    Raises:
+        UnsupportedModelError: the model does not generate from token ids alone.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, generate: Callable[..., Any], cache_name: str, kv_dtype: torch.dtype | None
+    ) -> None:
+        self._model, self._cache_name = model, cache_name
+        self._inputs = _inputs(model)
+        ids, mask = self._inputs.values()
+        self.prompts = [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
+        types = [dtype for dtype in (model.dtype, kv_dtype) if dtype is not None]
+        rounding = max(torch.finfo(dtype).eps for dtype in types)
+        try:
+            own = self.run(generate)
+            alone = self.run(generate, rows=1)
+            with _rounded_embeddings(model, rounding):
+                moved = self.run(generate)
+        except Exception as error:
+            reason = f"it does not generate from token ids alone ({type(error).__name__}: {error})"
+            raise refuse(model, reason) from error
+        self.tokens: list[list[int]] = own.sequences[:, ids.shape[1] :].tolist()
+        self._logits = own.logits  # per new token [2, vocabulary]
+        self.sensitivity = max(
+            relative_difference(own.logits[0][:1], alone.logits[0]),
+            relative_difference(own.logits[0], moved.logits[0]),
+        )
+        self.limit = min(_LARGEST, max(_LEAST, _MULTIPLE * self.sensitivity))
+
+    def run(self, generate: Callable[..., Any], cache: Any = None, rows: int = 2) -> Any:
+        """What ``generate`` gives for the inputs, whatever the model's generation config asks for.
+
+        Args:
+            generate: the model's, or that of its patched class.
+            cache: to be filled; None: one of the library's own.
+            rows: so many of the inputs.
+        """
+        given, self._model.generation_config = self._model.generation_config, _generation_config()
+        cache = DynamicCache(config=self._model.config) if cache is None else cache
+        try:
+            inputs = {name: tensor[:rows] for name, tensor in self._inputs.items()}
+            return generate(**inputs, generation_config=_generation_config(), **{self._cache_name: cache})
+        finally:
+            self._model.generation_config = given
+
+    def check(self, step: int, logits: Tensor, where: str) -> None:
+        """Compare logits over blocks with the model's own.
+
+        Args:
+            step: new tokens before these.
+            logits: [2, vocabulary].
+            where: for the message.
+
+        Raises:
+            UnsupportedModelError: they differ by more than the limit.
+        """
+        self.check_pair(self._logits[step], logits, where)
+
+    def check_pair(self, expected: Tensor, got: Tensor, where: str, limit: float = 0.0) -> None:
+        """:meth:`check` for any logits, with a limit that may be larger."""
+        difference, limit = relative_difference(expected, got), max(self.limit, limit)
+        if not difference <= limit:
+            reason = f"its logits {where} differ from its own by {difference:.1e} (relative), more than {limit:.1e}"
+            raise refuse(self._model, reason)
+
+    def check_generated(self, output: Any) -> None:
+        """:meth:`check` for what ``generate`` gave for the same inputs, up to where it chose another token."""
+        for step, logits in enumerate(output.logits):
+            self.check(step, logits, f"at step {step}")
+            if not torch.equal(logits.argmax(-1), self._logits[step].argmax(-1)):
+                return
+
+
+def relative_difference(expected: Tensor, got: Tensor) -> float:
+    expected, got = expected.double(), got.double()
+    return float((expected - got).norm() / expected.norm().clamp_min(1e-9))
+
+
+@contextmanager
+def _rounded_embeddings(model: PreTrainedModel, rounding: float) -> Iterator[None]:
+    """Within it the token embeddings move by a rounding: positive elements up, negative ones too."""
+
+    def move(module: Any, args: Any, output: Tensor) -> Tensor:
+        return output + rounding * output.abs()  # a factor for all elements would be lost in the first norm
+
+    hook = model.get_input_embeddings().register_forward_hook(move)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Two rows of a few tokens, one of them padded on the left."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    device = model.get_input_embeddings().weight.device
+    ids = (torch.arange(12, device=device).reshape(2, 6) * 7 + 5) % vocabulary
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _generation_config() -> GenerationConfig:
+    return GenerationConfig(
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+        output_logits=True,
+        disable_compile=True,
+    )

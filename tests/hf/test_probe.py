@@ -1,0 +1,59 @@
+"""The acceptance test of patch and Engine: it lets rounding pass, however large it is, and no wrong attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import tiny
+
+import pagedkv
+import pagedkv_ops
+from pagedkv.hf import UnsupportedModelError, attention
+
+KINDS = {
+    "float32": lambda model: model,
+    "bfloat16": lambda model: model.to(torch.bfloat16),
+    # activations in 8 bits, scaled by the largest of the batch: logits move by 5% with what is beside a row
+    "int8": lambda model: torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8),
+}
+SERVE = {
+    "patch": lambda model: pagedkv.layer_modes(pagedkv.patch(model, num_blocks=16)) == ["paged"] * 3,
+    "engine": lambda model: pagedkv.Engine(model, num_blocks=16, max_num_seqs=2, max_num_batched_tokens=8),
+}
+FAULTS = {
+    "softcap": ("gemma2", {"softcap": 0.0}, ["float32"]),
+    "window": ("mistral", {"window_left": -1}, KINDS),
+    "scale": ("llama", {"scale": 0.5}, ["float32", "bfloat16"]),
+    "sinks": ("gpt_oss", {"sinks": None}, KINDS),
+    "causal": ("llama", {"causal": False}, KINDS),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
+@pytest.mark.parametrize("serve", SERVE)
+@pytest.mark.parametrize(("fault", "kind"), [(fault, kind) for fault in FAULTS for kind in FAULTS[fault][2]])
+def test_rounding_passes_and_a_wrong_attention_does_not(fault, kind, serve, monkeypatch):
+    family, change, _ = FAULTS[fault]
+    model = KINDS[kind](tiny(family))
+    assert SERVE[serve](model)
+    pagedkv.unpatch(model)
+
+    class Faulty:
+        @staticmethod
+        def paged_attention(*args, **kwargs):
+            return pagedkv_ops.paged_attention(*args, **{**kwargs, **change})
+
+    monkeypatch.setattr(attention, "pagedkv_ops", Faulty)
+    if serve == "patch":  # the model's own attention over gathered keys is left then
+        assert not SERVE[serve](model)
+    else:
+        with pytest.raises(UnsupportedModelError, match="its logits in a packed batch differ from its own by"):
+            SERVE[serve](model)
+
+
+def test_a_checkpoints_generation_config_does_not_reach_the_probe():
+    model = tiny("llama")
+    model.generation_config.update(cache_implementation="static", num_beams=2, repetition_penalty=1.5)
+    before = model.generation_config.to_dict()
+    assert SERVE["patch"](model)
+    assert model.generation_config.to_dict() == before
