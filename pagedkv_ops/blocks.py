@@ -22,6 +22,11 @@ def copy_blocks(caches: list[Tensor], block_mapping: Tensor) -> None:
 
     Raises:
         RuntimeError: a shape or device does not fit; on CPU also an id out of range or a repeated destination.
+
+    >>> cache = torch.tensor([1.0, 2.0, 3.0])
+    >>> copy_blocks([cache], torch.tensor([[0, 1], [1, 2]]))
+    >>> cache.tolist()
+    [1.0, 1.0, 2.0]
     """
     _copy_blocks(caches, block_mapping)
 
@@ -30,11 +35,17 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     """Copy blocks of ``src`` into blocks of ``dst``, across devices too; every source is read before any write.
 
     Args:
-        src, dst: same type and shape but for the number of blocks in the first dimension; they may alias.
+        src: its first dimension is blocks.
+        dst: same type and shape but for the number of blocks; the two may alias.
         block_mapping: [M, 2] int32 or int64 (block of src, block of dst) on the CPU; no destination twice.
 
     Raises:
         RuntimeError: a shape or type does not fit, an id is out of range, or a destination is repeated.
+
+    >>> device, host = torch.tensor([1.0, 2.0, 3.0]), torch.zeros(2)
+    >>> swap_blocks(device, host, torch.tensor([[2, 0], [0, 1]]))
+    >>> host.tolist()
+    [3.0, 1.0]
     """
     _swap_blocks(src, dst, block_mapping)
 
@@ -53,6 +64,10 @@ def gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int
 
     Raises:
         RuntimeError: a shape, type or device does not fit; on CPU also a length or block id out of range.
+
+    >>> cache = torch.arange(8.0).view(2, 4, 1, 1)
+    >>> gather_kv(cache, torch.tensor([[1, 0]]), torch.tensor([5]), 6).flatten().tolist()
+    [4.0, 5.0, 6.0, 7.0, 0.0, 0.0]
     """
     return _gather_kv(cache, block_table, seq_lens, max_len)  # type: ignore[no-any-return]
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import Attention
+
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_BLOCK_SIZE = 2**31 - 1
@@ -152,38 +154,7 @@ def _check_head_vector(op: str, argument: str, tensor: Tensor | None, query: Ten
     _size(op, argument, tensor, 0, query.size(1), "query.size(1)")
 
 
-def _check_options(
-    op: str, scale: float | None, window_left: int, window_right: int, softcap: float, num_splits: int
-) -> None:
-    if scale is not None:
-        _expect(op, -math.inf < scale < math.inf, "scale", "be finite", scale)
-    _expect(op, window_left >= -1, "window_left", "be -1 (unlimited) or more", window_left)
-    _expect(op, window_right >= -1, "window_right", "be -1 (unlimited) or more", window_right)
-    _expect(op, 0 <= softcap < math.inf, "softcap", "be 0 (off) or more, and finite", softcap)
-    _expect(op, num_splits >= 0, "num_splits", "be 0 (automatic) or more", num_splits)
-
-
-def check_paged_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    causal: bool = True,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    num_splits: int = 0,
-    op: str = "paged_attention",
-) -> None:
-    _check_caches(op, key_cache, value_cache)
+def _check_query(op: str, query: Tensor, key_cache: Tensor) -> None:
     _given(op, query=query)
     _rank(op, "query", query, "[num_tokens, num_heads, head_size]")
     _float(op, "query", query)
@@ -195,19 +166,40 @@ def check_paged_attention(
     _expect(op, key_cache.size(3) >= 1, "key_cache.size(3)", "be at least 1 (head_size)", key_cache.size(3))
     multiple = f"be a multiple of {num_kv_heads} (key_cache.size(2))"
     _expect(op, query.size(1) % num_kv_heads == 0, "query.size(1)", multiple, query.size(1))
-    check_table(op, block_table, seq_lens, key_cache, "key_cache")
-    if cu_seqlens_q is None:
-        expectation = f"be {seq_lens.size(0)} like seq_lens.size(0) when cu_seqlens_q is not given"
-        _expect(op, query.size(0) == seq_lens.size(0), "query.size(0)", expectation, query.size(0))
-    else:
-        _rank(op, "cu_seqlens_q", cu_seqlens_q, "[batch+1]")
-        _index(op, "cu_seqlens_q", cu_seqlens_q)
-        _device(op, "cu_seqlens_q", cu_seqlens_q, key_cache, "key_cache")
-        _size(op, "cu_seqlens_q", cu_seqlens_q, 0, seq_lens.size(0) + 1, "seq_lens.size(0) + 1")
-    _check_options(op, scale, window_left, window_right, softcap, num_splits)
-    _check_head_vector(op, "alibi_slopes", alibi_slopes, query)
-    _check_head_vector(op, "sinks", sinks, query)
-    _unsupported_scales(op, k_scale=k_scale, v_scale=v_scale)
+
+
+def _check_query_starts(op: str, a: Attention) -> None:
+    if a.cu_seqlens_q is None:
+        expectation = f"be {a.seq_lens.size(0)} like seq_lens.size(0) when cu_seqlens_q is not given"
+        _expect(op, a.query.size(0) == a.seq_lens.size(0), "query.size(0)", expectation, a.query.size(0))
+        return
+    _rank(op, "cu_seqlens_q", a.cu_seqlens_q, "[batch+1]")
+    _index(op, "cu_seqlens_q", a.cu_seqlens_q)
+    _device(op, "cu_seqlens_q", a.cu_seqlens_q, a.key_cache, "key_cache")
+    _size(op, "cu_seqlens_q", a.cu_seqlens_q, 0, a.seq_lens.size(0) + 1, "seq_lens.size(0) + 1")
+
+
+def _check_options(op: str, a: Attention) -> None:
+    if a.scale is not None:
+        _expect(op, -math.inf < a.scale < math.inf, "scale", "be finite", a.scale)
+    _expect(op, a.window_left >= -1, "window_left", "be -1 (unlimited) or more", a.window_left)
+    _expect(op, a.window_right >= -1, "window_right", "be -1 (unlimited) or more", a.window_right)
+    _expect(op, 0 <= a.softcap < math.inf, "softcap", "be 0 (off) or more, and finite", a.softcap)
+    _expect(op, a.num_splits >= 0, "num_splits", "be 0 (automatic) or more", a.num_splits)
+    _check_head_vector(op, "alibi_slopes", a.alibi_slopes, a.query)
+    _check_head_vector(op, "sinks", a.sinks, a.query)
+    _unsupported_scales(op, k_scale=a.k_scale, v_scale=a.v_scale)
+
+
+def check_paged_attention(*args: Any, op: str = "paged_attention", **options: Any) -> Attention:
+    """Takes what the op takes."""
+    attention = Attention(*args, **options)
+    _check_caches(op, attention.key_cache, attention.value_cache)
+    _check_query(op, attention.query, attention.key_cache)
+    check_table(op, attention.block_table, attention.seq_lens, attention.key_cache, "key_cache")
+    _check_query_starts(op, attention)
+    _check_options(op, attention)
+    return attention
 
 
 def check_table(op: str, block_table: Tensor, seq_lens: Tensor, cache: Tensor, cache_name: str) -> None:
@@ -235,12 +227,15 @@ def check_paged_attention_append(
     k_scale_cache: Tensor | None = None,
     v_scale_cache: Tensor | None = None,
     **options: Any,
-) -> None:
+) -> Attention:
     op = "paged_attention_append"
-    check_paged_attention(query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, op=op, **options)
+    attention = check_paged_attention(
+        query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, op=op, **options
+    )
     _check_new_tokens(op, key, value, key_cache, value_cache, slot_mapping)
     _size(op, "key", key, 0, query.size(0), "query.size(0)")
     _unsupported_scales(op, k_scale_cache=k_scale_cache, v_scale_cache=v_scale_cache)
+    return attention
 
 
 def check_merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:

@@ -8,37 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import checks, value_checks
+from .arguments import Attention
 
 
 def write_kv(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    k_scale_cache: Tensor | None = None,
-    v_scale_cache: Tensor | None = None,
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, **scales: Any
 ) -> None:
-    checks.check_write_kv(
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        k_scale_cache=k_scale_cache,
-        v_scale_cache=v_scale_cache,
-    )
+    checks.check_write_kv(key, value, key_cache, value_cache, slot_mapping, **scales)
     value_checks.check_distinct_caches("write_kv", key_cache, value_cache)
     value_checks.check_slots("write_kv", slot_mapping, key_cache)
     _write(key, value, key_cache, value_cache, slot_mapping)
@@ -75,20 +58,19 @@ def _sequence(cache: Tensor, row: Tensor, length: int, columns: range) -> Tensor
     return out
 
 
-def _visible(
-    query_len: int, seq_len: int, causal: bool, window_left: int, window_right: int, device: torch.device
-) -> Tensor:
+def _visible(a: Attention, query_len: int, seq_len: int) -> Tensor:
     """Mask [query_len, seq_len]: causal masks are aligned bottom-right, windows are inclusive, -1 is unlimited."""
+    device = a.query.device
     query_position = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
     key_position = torch.arange(seq_len, device=device)[None, :]
     visible = torch.ones(query_len, seq_len, dtype=torch.bool, device=device)
-    if causal:
+    if a.causal:
         visible &= key_position <= query_position
     longest = max(query_len, seq_len)  # no two positions are further apart, and a sum with more may not fit 64 bits
-    if window_left >= 0:
-        visible &= key_position >= query_position - min(window_left, longest)
-    if window_right >= 0:
-        visible &= key_position <= query_position + min(window_right, longest)
+    if a.window_left >= 0:
+        visible &= key_position >= query_position - min(a.window_left, longest)
+    if a.window_right >= 0:
+        visible &= key_position <= query_position + min(a.window_right, longest)
     return visible
 
 
@@ -120,71 +102,36 @@ def _attend_one_head(
     return weights @ value, torch.logsumexp(logits, dim=1)
 
 
-def paged_attention_with_lse(
-    query: Tensor,  # [T, Hq, D]
-    key_cache: Tensor,  # [N, S, Hkv, D]
-    value_cache: Tensor,  # [N, S, Hkv, Dv]
-    block_table: Tensor,  # [B, W]
-    seq_lens: Tensor,  # [B]
-    cu_seqlens_q: Tensor | None = None,  # [B+1]
-    *,
-    scale: float | None = None,
-    causal: bool = True,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    num_splits: int = 0,
-    op: str = "paged_attention_with_lse",
-) -> tuple[Tensor, Tensor]:
-    checks.check_paged_attention(
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        seq_lens,
-        cu_seqlens_q,
-        scale=scale,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        num_splits=num_splits,
-        op=op,
-    )
-    num_tokens, num_heads, head_size = query.shape
-    value_checks.check_attention_values(
-        op, num_tokens, key_cache, block_table, seq_lens, cu_seqlens_q, causal, window_left, window_right
-    )
-    group_size = num_heads // key_cache.size(2)
-    scale = head_size**-0.5 if scale is None else scale
-    bounds = cu_seqlens_q.tolist() if cu_seqlens_q is not None else list(range(num_tokens + 1))
-    out = _zeros(op, query, (num_tokens, num_heads, value_cache.size(3)), torch.float32)
-    lse = _zeros(op, query, (num_tokens, num_heads), torch.float32).fill_(-math.inf)
-    for b, (row, seq_len) in enumerate(zip(block_table, seq_lens.tolist(), strict=True)):
+def _attend(op: str, a: Attention) -> tuple[Tensor, Tensor]:
+    num_tokens, num_heads, head_size = a.query.shape
+    block_size, group_size = a.key_cache.size(1), num_heads // a.key_cache.size(2)
+    bounds = value_checks.query_bounds(a)
+    out = _zeros(op, a.query, (num_tokens, num_heads, a.value_cache.size(3)), torch.float32)
+    lse = _zeros(op, a.query, (num_tokens, num_heads), torch.float32).fill_(-math.inf)
+    for b, (row, seq_len) in enumerate(zip(a.block_table, a.seq_lens.tolist(), strict=True)):
         rows, query_len = slice(bounds[b], bounds[b + 1]), bounds[b + 1] - bounds[b]
-        columns = value_checks.visible_blocks(query_len, seq_len, key_cache.size(1), causal, window_left, window_right)
-        key = _sequence(key_cache, row, seq_len, columns)
-        value = _sequence(value_cache, row, seq_len, columns)
-        visible = _visible(query_len, seq_len, causal, window_left, window_right, query.device)
+        columns = value_checks.visible_blocks(query_len, seq_len, block_size, a.causal, a.window_left, a.window_right)
+        key = _sequence(a.key_cache, row, seq_len, columns)
+        value = _sequence(a.value_cache, row, seq_len, columns)
+        visible = _visible(a, query_len, seq_len)
         for head in range(num_heads):
             out[rows, head], lse[rows, head] = _attend_one_head(
-                query[rows, head].float(),
+                a.query[rows, head].float(),
                 key[:, head // group_size],
                 value[:, head // group_size],
                 visible,
-                scale,
-                softcap,
-                0.0 if alibi_slopes is None else float(alibi_slopes[head]),
-                None if sinks is None else float(sinks[head]),
+                head_size**-0.5 if a.scale is None else a.scale,
+                a.softcap,
+                0.0 if a.alibi_slopes is None else float(a.alibi_slopes[head]),
+                None if a.sinks is None else float(a.sinks[head]),
             )
-    return out.to(query.dtype), lse
+    return out.to(a.query.dtype), lse
+
+
+def paged_attention_with_lse(*args: Any, op: str = "paged_attention_with_lse", **options: Any) -> tuple[Tensor, Tensor]:
+    attention = checks.check_paged_attention(*args, op=op, **options)
+    value_checks.check_attention_values(op, attention)
+    return _attend(op, attention)
 
 
 def paged_attention(*args: Any, **options: Any) -> Tensor:
@@ -198,43 +145,20 @@ def paged_attention_append(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    *,
-    causal: bool = True,
-    window_left: int = -1,
-    window_right: int = -1,
-    k_scale_cache: Tensor | None = None,
-    v_scale_cache: Tensor | None = None,
+    *args: Any,
     **options: Any,
 ) -> Tensor:
     """``write_kv``, then ``paged_attention``, as one op: a compiled graph sees one mutation per layer and step."""
     op = "paged_attention_append"
-    window: dict[str, Any] = {"causal": causal, "window_left": window_left, "window_right": window_right}
-    checks.check_paged_attention_append(
-        query,
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        block_table,
-        seq_lens,
-        cu_seqlens_q,
-        k_scale_cache=k_scale_cache,
-        v_scale_cache=v_scale_cache,
-        **window,
-        **options,
+    attention = checks.check_paged_attention_append(
+        query, key, value, key_cache, value_cache, slot_mapping, *args, **options
     )
     value_checks.check_distinct_caches(op, key_cache, value_cache)
     value_checks.check_slots(op, slot_mapping, key_cache)
-    value_checks.check_attention_values(op, query.size(0), key_cache, block_table, seq_lens, cu_seqlens_q, **window)
-    query = query.clone()  # like key and value it is read before anything is written
+    value_checks.check_attention_values(op, attention)
+    attention = replace(attention, query=query.clone())  # like key and value it is read before anything is written
     _write(key, value, key_cache, value_cache, slot_mapping)
-    return paged_attention_with_lse(
-        query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, op=op, **window, **options
-    )[0]
+    return _attend(op, attention)[0]
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

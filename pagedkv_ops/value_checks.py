@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .arguments import Attention
+
 MAX_LENGTH = 2**62  # so that sums of positions and windows stay inside 64 bits
 
 
@@ -64,26 +66,21 @@ def check_block_ids(op: str, block_table: Tensor, b: int, columns: range, num_bl
             _fail(op, f"block_table[{b}, {column}]", _in_blocks(num_blocks, " (num_blocks - 1)"), block)
 
 
-def check_attention_values(
-    op: str,
-    num_tokens: int,
-    cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-) -> None:
-    block_size = cache.size(1)
-    check_seq_lens(op, seq_lens, block_table, block_size)
-    if cu_seqlens_q is not None:
-        check_cu_seqlens_q(op, cu_seqlens_q, num_tokens)
-    bounds = cu_seqlens_q.tolist() if cu_seqlens_q is not None else list(range(num_tokens + 1))
-    for b, seq_len in enumerate(seq_lens.tolist()):
+def query_bounds(a: Attention) -> list[int]:
+    """First query row of each sequence, and the end."""
+    return list(range(a.query.size(0) + 1)) if a.cu_seqlens_q is None else a.cu_seqlens_q.tolist()
+
+
+def check_attention_values(op: str, a: Attention) -> None:
+    block_size = a.key_cache.size(1)
+    check_seq_lens(op, a.seq_lens, a.block_table, block_size)
+    if a.cu_seqlens_q is not None:
+        check_cu_seqlens_q(op, a.cu_seqlens_q, a.query.size(0))
+    bounds = query_bounds(a)
+    for b, seq_len in enumerate(a.seq_lens.tolist()):
         query_len = bounds[b + 1] - bounds[b]
-        columns = visible_blocks(query_len, seq_len, block_size, causal, window_left, window_right)
-        check_block_ids(op, block_table, b, columns, cache.size(0))
+        columns = visible_blocks(query_len, seq_len, block_size, a.causal, a.window_left, a.window_right)
+        check_block_ids(op, a.block_table, b, columns, a.key_cache.size(0))
 
 
 def check_gather_values(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int) -> None:

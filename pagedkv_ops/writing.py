@@ -36,11 +36,20 @@ def write_kv(
             may interleave in one storage but must not share an element.
         slot_mapping: [<= T] int32 or int64; slot = block * block_size + offset. Negative slots are skipped; tokens past
             its end are padding.
-        k_scale, v_scale, k_scale_cache, v_scale_cache: for quantised caches, which are refused so far.
+        k_scale: for quantised caches, which are refused so far.
+        v_scale: likewise.
+        k_scale_cache: likewise.
+        v_scale_cache: likewise.
 
     Raises:
         RuntimeError: a shape, type or device does not fit; on CPU also a slot that is not below
             num_blocks * block_size. Nothing has been written then.
+
+    >>> key_cache, value_cache = torch.zeros(2, 3, 4, 1, 1)  # 3 blocks of 4 slots each
+    >>> tokens = torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1)
+    >>> write_kv(tokens, tokens, key_cache, value_cache, torch.tensor([5, -1, 11]))
+    >>> key_cache.flatten().tolist()
+    [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 3.0]
     """
     _write_kv(
         key,

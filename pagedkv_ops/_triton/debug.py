@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import value_checks
+from ..arguments import Attention
 
 
 def capturing() -> bool:
@@ -35,24 +36,10 @@ def check_write(op: str, key_cache: Tensor, value_cache: Tensor, slot_mapping: T
             )
 
 
-def check_attention(
-    op: str,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None,
-    *,
-    causal: bool = True,
-    window_left: int = -1,
-    window_right: int = -1,
-    **_: Any,
-) -> None:
+def check_attention(op: str, *args: Any, **options: Any) -> None:
+    """Takes what paged_attention takes."""
     if enabled():
-        value_checks.check_attention_values(
-            op, query.size(0), key_cache, block_table, seq_lens, cu_seqlens_q, causal, window_left, window_right
-        )
+        value_checks.check_attention_values(op, Attention(*args, **options))
 
 
 def check_gather(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int) -> None:
