@@ -41,8 +41,8 @@ class BlockTable:
         seq_lens [max_num_seqs] int32, cu_seqlens_q [max_num_seqs + 1] int32.
 
     Raises:
-        InvalidArgumentError: a size below 1; in the methods a row or a count that does not fit, and in `set_row` and
-            `append_row` what are no block ids. Nothing changes then.
+        InvalidArgumentError: a size below 1; in the methods a row or a count that does not fit, or what are no block
+            ids. Nothing changes then.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class BlockTable:
 
     def append_row(self, row: int, block_ids: Ints) -> None:
         """Adds blocks at the end of a row."""
-        if not len(block_ids):
-            return
         ids = _checked(block_ids)
+        if not len(ids):
+            return
         self._check_row(row, 0)
         start = int(self.row_blocks[row])
         self._check_row(row, start + len(ids))
@@ -119,6 +119,10 @@ class BlockTable:
 
     def set_entries(self, rows: Ints, columns: Ints, block_ids: Ints) -> None:
         """Writes single entries: new blocks behind rows, copies in their places. One call for a whole batch."""
+        ids = _checked(block_ids)
+        if not len(rows) == len(columns) == len(ids):
+            lengths = f"{len(rows)}, {len(columns)} and {len(ids)}"
+            raise InvalidArgumentError(f"rows, columns, block_ids: expected equally many, got {lengths}")
         if not len(rows):
             return
         # on lists of a few entries python's min and max take a third of numpy's time
@@ -129,7 +133,7 @@ class BlockTable:
                 f"{list(rows)} and {list(columns)}"
             )
         self._wait()
-        self.block_table[rows, columns] = block_ids
+        self.block_table[rows, columns] = ids
         np.maximum.at(self.row_blocks, rows, np.asarray(columns) + 1)
 
     def clear_row(self, row: int) -> None:

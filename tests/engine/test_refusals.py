@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM, WatermarkingConfig
 
 import pagedkv
 from pagedkv.engine.results import StepOutput
@@ -119,7 +119,7 @@ _WRONG = {
     "sequence_bias": ["x", {(101,): 1.0}, [[[101], 1.0]], {(np.int64(101),): 1.0}, {(1,): "x"}, [[1, 1.0]], {}],
     "exponential_decay_length_penalty": ["x", (1,), (1, "x"), (1, 1.1)],  # the last: without an eos token
     "stop_strings": [5, [5]],
-    "watermarking_config": ["x"],
+    "watermarking_config": ["x", {"bias": "x"}, {"hashing_key": "x"}, WatermarkingConfig(context_width="x")],
     "early_stopping": ["x", []],
     "guidance_scale": ["x", 1.5],
     "token_healing": ["x", True],

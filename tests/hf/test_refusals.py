@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import inspect
+import operator
+import re
 import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +27,16 @@ def test_patch_and_pool_are_functions_and_pool_class_is_public():
     assert inspect.isclass(pagedkv.hf.Pool)
     assert pagedkv.hf.patch is pagedkv.patch
     assert pagedkv.hf.layer_modes is pagedkv.layer_modes
+
+
+def test_names_that_texts_and_docstrings_point_to_exist():
+    sources = Path(pagedkv.__file__).parent.rglob("*.py")
+    constants = [node.value for path in sources for node in ast.walk(ast.parse(path.read_text()))
+                 if isinstance(node, ast.Constant) and isinstance(node.value, str)]  # fmt: skip
+    names = {name for text in constants for name in re.findall(r"(?<![\w.:])pagedkv((?:\.[A-Za-z_]\w*)+)", text)}
+    assert len(names) > 5
+    for name in sorted(names):
+        operator.attrgetter(name[1:])(pagedkv)
 
 
 def test_layer_modes_are_shown_by_the_pool():

@@ -79,7 +79,10 @@ _FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "a string or a list of them",
         lambda value: all(isinstance(text, str) for text in (value if isinstance(value, set) else _listed(value))),
     ),
-    "watermarking_config": ("a WatermarkingConfig", lambda value: isinstance(value, BaseWatermarkingConfig | dict)),
+    "watermarking_config": (
+        "a WatermarkingConfig whose bias is a number and whose sizes and keys are ints",
+        lambda value: isinstance(value, BaseWatermarkingConfig | dict) and _is_watermark(value),
+    ),
     "exponential_decay_length_penalty": (
         "(start, factor)",
         lambda value: isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value)),
@@ -171,6 +174,14 @@ def _is_id(value: Any) -> bool:
 def _are_token_ids(value: Any, expected: str) -> bool:
     is_list = isinstance(value, list | tuple) or (isinstance(value, torch.Tensor) and value.dim() > 0)
     return expected != (_ID if is_list else _LIST) and all(map(_is_id, _listed(value)))
+
+
+def _is_watermark(value: Any) -> bool:
+    """What transformers itself looks at too late: when a processor is made, or when it first runs."""
+    settings = value if isinstance(value, dict) else vars(value)
+    integers = ("hashing_key", "context_width", "ngram_len", "context_history_size", "sampling_table_seed")
+    are_ids = all(_is_id(settings[name]) for name in integers if name in settings)
+    return are_ids and ("bias" not in settings or _is_number(settings["bias"]))
 
 
 def _are_words(words: Collection[Any], kind: type[list[Any] | tuple[Any, ...]]) -> bool:
