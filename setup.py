@@ -44,6 +44,7 @@ COMPILE_FLAGS = [
     "-ffp-contract=fast",
     "-Wall",
     "-Wextra",
+    "-Wno-unknown-warning-option",  # Clang knows only some of these
     # false positives: intrinsics that start from an undefined register, unions in torch's headers
     "-Wno-uninitialized",
     "-Wno-maybe-uninitialized",

@@ -5,8 +5,10 @@
 
 #include "kernels.h"
 
-#if defined(PAGEDKV_HAS_AMX) && defined(__linux__)
+#if defined(__x86_64__)
 #include <cpuid.h>
+#endif
+#if defined(PAGEDKV_HAS_AMX) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -30,11 +32,17 @@ bool may_use_amx() {
 }
 #endif
 
-// Fastest last.
 #if defined(__x86_64__)
+// Clang knows no __builtin_cpu_supports("f16c") before version 17.
+bool has_f16c() {
+  unsigned a, b, c = 0, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+// Fastest last.
 const Candidate* candidates() {
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");

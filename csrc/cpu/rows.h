@@ -14,7 +14,7 @@
 namespace pagedkv::PAGEDKV_ISA {
 
 // Streaming stores write whole lines without reading them first; they need aligned destinations.
-PAGEDKV_INLINE void copy_bytes(char* dst, const char* src, int64_t bytes, bool stream) {
+PAGEDKV_INLINE void copy_bytes(char* dst, const char* src, int64_t bytes, [[maybe_unused]] bool stream) {
 #if defined(__x86_64__)
 #if defined(PAGEDKV_ISA_AVX512)
   using Line = __m512i;

@@ -153,17 +153,21 @@ PAGEDKV_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const cha
 
 #ifdef PAGEDKV_ISA_AVX512_BF16
 constexpr bool kHasDotBF16 = true;
-using PairBits = __m512bh;
-PAGEDKV_INLINE Vec dot_bf16(Vec acc, PairBits a, PairBits b) { return _mm512_dpbf16_ps(acc, a, b); }
-PAGEDKV_INLINE PairBits load_bits(const BFloat16* p) { return reinterpret_cast<PairBits>(_mm512_loadu_si512(p)); }
-PAGEDKV_INLINE PairBits load_bits_first(const BFloat16* p, int64_t n) {
-  return reinterpret_cast<PairBits>(_mm512_maskz_loadu_epi16(first_halves(n), p));
+using PairBits = __m512i;
+PAGEDKV_INLINE Vec dot_bf16(Vec acc, PairBits a, PairBits b) {
+#if defined(__clang__) && __clang_major__ == 16  // recurses without end (VectorCombine) where it sees a shuffle cast
+  __asm__("" : "+v"(a), "+v"(b));
+#endif
+  return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
 }
-PAGEDKV_INLINE PairBits pack_bf16(Vec lo, Vec hi) { return _mm512_cvtne2ps_pbh(hi, lo); }
+PAGEDKV_INLINE PairBits load_bits(const BFloat16* p) { return _mm512_loadu_si512(p); }
+PAGEDKV_INLINE PairBits load_bits_first(const BFloat16* p, int64_t n) {
+  return _mm512_maskz_loadu_epi16(first_halves(n), p);
+}
+PAGEDKV_INLINE PairBits pack_bf16(Vec lo, Vec hi) { return reinterpret_cast<PairBits>(_mm512_cvtne2ps_pbh(hi, lo)); }
 PAGEDKV_INLINE void zip_bits(PairBits x, PairBits y, PairBits& low, PairBits& high) {
-  const __m512i a = reinterpret_cast<__m512i>(x), b = reinterpret_cast<__m512i>(y);
-  low = reinterpret_cast<PairBits>(_mm512_unpacklo_epi16(a, b));
-  high = reinterpret_cast<PairBits>(_mm512_unpackhi_epi16(a, b));
+  low = _mm512_unpacklo_epi16(x, y);
+  high = _mm512_unpackhi_epi16(x, y);
 }
 PAGEDKV_INLINE void store_zipped(float* p, Vec low, Vec high) {
   const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
@@ -177,7 +181,7 @@ PAGEDKV_INLINE void store_rounded(BFloat16* p, Vec v) {
 PAGEDKV_INLINE PairBits broadcast_two(const BFloat16* p) {
   int32_t word;
   __builtin_memcpy(&word, p, sizeof(word));
-  return reinterpret_cast<PairBits>(_mm512_set1_epi32(word));
+  return _mm512_set1_epi32(word);
 }
 #else
 constexpr bool kHasDotBF16 = false;
