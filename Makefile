@@ -30,12 +30,12 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/clang-format --dry-run --Werror $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'examples/*.cpp')
+	$(BIN)/clang-format --dry-run --Werror $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'examples/*.cpp' 'tests/*.cpp')
 
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'examples/*.cpp')
+	$(BIN)/clang-format -i $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'examples/*.cpp' 'tests/*.cpp')
 
 bench: setup
 	$(BIN)/python benchmarks/bench_ops.py --short
