@@ -134,6 +134,21 @@ def test_images(family):
     assert pagedkv.pool(model).peak_used_blocks > 0
 
 
+@pytest.mark.parametrize("family", ["llava", "gemma3", "qwen2_vl"])
+def test_images_share_no_blocks(family):
+    """A prefix's key has the ids that stand for an image, not the image."""
+    model = image_model(family)
+    inputs = {seed: image_inputs(family, seed) for seed in (1, 2)}
+    text = {"input_ids": torch.arange(2, 14)[None]}
+    expected = {seed: model.generate(**given, **OPTIONS) for seed, given in inputs.items()}
+    plain = model.generate(**text, **OPTIONS)
+    pagedkv.patch(model, num_blocks=64, block_size=4, prefix_caching=True)
+    for seed in (1, 1, 2, 1):
+        assert torch.equal(model.generate(**inputs[seed], **OPTIONS), expected[seed])
+    for _ in range(2):
+        assert torch.equal(model.generate(**text, **OPTIONS), plain)
+
+
 def test_device_map_over_one_device(tmp_path):
     pytest.importorskip("accelerate")
     tiny("llama").save_pretrained(tmp_path)

@@ -155,7 +155,7 @@ class EngineCore:
 
     def _current_identity(self) -> Identity:
         """Of the model, under which a request is added."""
-        now = self._identity or self._watch.inspect()
+        now = self._identity or self.runner.patch.follow_model(self.model)
         if self._frozen is not None and (changes := self._frozen.changes(now, self.runner.not_frozen)):
             raise InvalidArgumentError(
                 f"model: expected what was compiled or captured, got a changed one ({changes}); make a new Engine"

@@ -31,8 +31,8 @@ class Engine(EngineCore):
     Args:
         model: its layers need no more per token than its position and the keys and values before it. Its weights and
             its other uses are left alone, but for calls in other threads while a step runs (those of other engines and
-            of ``patch`` wait). With ``compile`` requests are refused once weights or adapters have changed (writes
-            through ``.data`` are not noticed).
+            of ``patch`` wait). A request whose model changes (weights, adapters, their scalings) ends with an error that
+            names the change. With ``compile`` further requests are refused then.
         tokenizer: for prompts and results as text; prompts can be token ids without one.
         num_blocks, memory: blocks of the pool, the null block included; or (not both) its bytes, or the fraction of
             free memory.
@@ -100,7 +100,7 @@ class Engine(EngineCore):
         """Adds every prompt, or raises as if none had come; an error of one prompt alone says which."""
         requests: list[Request] = []
         with self._lock:
-            self._identity = self._watch.inspect()
+            self._identity = self.runner.patch.follow_model(self.model)
             try:
                 for index, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
                     own_seed = None if seed is None else seed + 1000 * index

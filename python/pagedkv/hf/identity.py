@@ -72,10 +72,15 @@ class Identity:
 
 
 class ModelWatch:
-    """Tells the :class:`Identity` of a model, from lists of its modules and tensors that are kept."""
+    """Tells the :class:`Identity` of a model, from lists of its modules and tensors that are kept.
+
+    Attributes:
+        num_surveys: how often the lists were made, because there were other modules or tensors.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
+        self.num_surveys = 0
         self._replaced = self._writes = 0
         self._plain: list[Any] = []
         self._digest = b""
@@ -140,6 +145,7 @@ class ModelWatch:
 
     def _survey(self) -> None:
         """Make the lists anew, for a model whose modules, parameters or buffers are others."""
+        self.num_surveys += 1
         self._modules = list(self._model.modules())
         self._all_dicts: list[dict[str, Any]] = [
             members for m in self._modules for members in (m._modules, m._parameters, m._buffers)

@@ -20,7 +20,7 @@ from ..cache import LayerSpec
 from . import masks, prefill, reuse, support
 from .cache import PagedCache, layer_windows
 from .compiled import CompiledStep
-from .identity import ModelWatch
+from .identity import Identity, ModelWatch
 from .kv_pool import Pool
 from .layers import GATHERED
 from .tracing import break_graph, skipped, untraced
@@ -54,16 +54,16 @@ class Patch:
 
     def __init__(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
         self.options = options
-        self.configs = support.text_configs(model)
+        self.find_configs(model)
         self.cache_name = cache_argument(model)
         self.original_class = type(model)
-        self.implementations = [config._attn_implementation for config in self.configs]
         self.switches = support.uses_interface(model, self.configs)
         self.layers: list[tuple[str, LayerSpec | None]] = []  # mode, and shapes, as the first run found them
         self.placement: Any = None
         self.pool: Pool
         self.compiled: CompiledStep | None = None
         self.watch = ModelWatch(model)
+        self._num_surveys = self.watch.num_surveys
         self.generating = 0  # calls of generate under way
         self._turn = _TURNS.setdefault(model, _Turn())
         self._local = threading.local()
@@ -93,6 +93,26 @@ class Patch:
             same_placement = self.placement == placement(model) and cache.pool.kv_dtype == self.pool.kv_dtype
             for layer, (mode, spec) in zip(cache.state.layers, self.layers, strict=True):
                 layer.mode, layer.spec = mode, spec if same_placement else None
+
+    @untraced
+    def follow_model(self, model: PreTrainedModel) -> Identity:
+        """Notice what has changed in a model since its last call, before the next one begins."""
+        with self._turn.lock:
+            identity = self.watch.inspect()
+            if self.watch.num_surveys != self._num_surveys and not self._turn.depth:
+                self._num_surveys = self.watch.num_surveys
+                self.find_configs(model)  # a new layer may read a config of its own
+            if self.compiled is not None:
+                self.compiled.follow()
+        return identity
+
+    def find_configs(self, model: PreTrainedModel) -> None:
+        """The configs that name the attention of the model's layers, and what they name while nobody is switched."""
+        self.configs = support.text_configs(model)
+        self.implementations = [config._attn_implementation for config in self.configs]
+        for config, name in zip(self.configs, self.implementations, strict=True):
+            if name != masks.NAME:  # set by the user: what was dense before stays so
+                masks.set_dense_implementation(config, name or "eager")
 
     def attention(self) -> _Attention:
         """Within it the model's attention layers call this library; outside they are as they were."""
@@ -154,6 +174,8 @@ class _PatchedMethods:
             return call(*args, **kwargs)
         if torch.compiler.is_compiling():  # inlined into a function that is compiled: ask for a frame of its own
             break_graph()
+        if cache.state.rows is None and not patch.generating:
+            patch.follow_model(self)
         with patch.attention():
             call = _plan(self, patch, cache, call, args, kwargs)
             is_compiled = self._compiled_call_impl or "forward" in self.__dict__  # type: ignore[attr-defined]
@@ -166,11 +188,8 @@ class _PatchedMethods:
         support.check_inputs_are_ids(self)
         since, output = len(patch.created), None
         try:
+            patch.follow_model(self)
             with patch.attention():
-                if patch.pool.prefix_caching or patch.compiled is not None:
-                    patch.watch.inspect()
-                if patch.compiled is not None:
-                    patch.compiled.follow()
                 patch.generating += 1
                 try:
                     output = super().generate(*args, **kwargs)  # type: ignore[misc]
@@ -235,9 +254,6 @@ def _plan(
     if not is_planned:
         if state.rows is None and not any(layer.spec for layer in state.layers):
             patch.teach(model, cache)  # the caller made it
-            if patch.compiled is not None and not patch.generating:
-                patch.watch.inspect()
-                patch.compiled.follow()
         if ids is not None:
             state.token_ids = ids
         mask = kwargs.get("attention_mask")

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..errors import boolean, refused
 from ..tensor_parallel import agreed_blocks
-from . import masks, reuse, support
+from . import reuse, support
 from .compiled import CompiledStep
 from .kv_pool import Pool
 from .methods import ATTRIBUTE, Patch, patched_class, placement
@@ -58,7 +58,7 @@ def patch(
         prefix_caching: prompts that begin like an earlier one reuse its blocks (:func:`clear_prefix_cache`).
         compile: run decode steps through ``torch.compile``, with these options if it is a dict. True on CPU packs the
             weights for the matrix products, which takes their memory once more; changed weights are noticed and packed
-            anew, but for writes through ``.data``: unpatch the model before those.
+            anew, but for writes through ``.data`` into a few elements: unpatch the model before those.
 
     Returns:
         The same model.
@@ -97,9 +97,6 @@ def _compile_options(compile: Any) -> bool | dict[str, Any]:
 
 def _install(model: PreTrainedModel, handle: Patch) -> None:
     """Patch, or raise and leave the model as it was."""
-    for config, name in zip(handle.configs, handle.implementations, strict=True):
-        if name != masks.NAME:  # set by the user: what was dense before stays so
-            masks.set_dense_implementation(config, name or "eager")
     model.__dict__[ATTRIBUTE] = handle
     model.__class__ = patched_class(type(model))  # type: ignore[arg-type]
     try:

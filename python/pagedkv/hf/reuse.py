@@ -143,7 +143,7 @@ def follow_call(
     """The same for a forward that a user calls: all of its inputs are the user's."""
     columns, length = state.seen, inputs.shape[1]
     is_fresh = state.rows is None and not columns
-    identity = watch.inspect() if is_fresh else watch.look()
+    identity = watch.look()
     if is_fresh:
         state.identity = identity
     valid = _mask_of(kwargs.get("attention_mask"), len(inputs), columns + length)

@@ -1,0 +1,315 @@
+"""A prefix is hit only where the model and all inputs are those that computed it: native tokens, always."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from adapters import peft, set_scale, swap_data, with_adapters
+from models import Computed, tiny
+from torch.nn.utils import parametrize
+
+import pagedkv
+
+PROMPT = {"input_ids": torch.arange(2, 43)[None], "attention_mask": torch.ones(1, 41, dtype=torch.long)}
+
+
+def patch(model):
+    return pagedkv.patch(model, num_blocks=256, block_size=4, prefix_caching=True)
+
+
+def generate(model, **kwargs):
+    return model.generate(**{**PROMPT, "max_new_tokens": 6, "do_sample": False, **kwargs})
+
+
+def natives(make, *changes):
+    """The same by a twin that is never patched."""
+    model = make()
+    result = [generate(model)]
+    for change in changes:
+        change(model)
+        result.append(generate(model))
+    return result
+
+
+def assert_identity(make, *changes):
+    """Each change has another result, the patched model gives it, misses after each change, and hits when repeated."""
+    expected = natives(make, *changes)
+    model = patch(make())
+    before = None
+    for native, change in zip(expected, (None, *changes), strict=True):
+        if change is not None:
+            change(model)
+            assert not torch.equal(native, before), "the change changes nothing"
+        before = native
+        computed = Computed(model)
+        assert torch.equal(generate(model), native)
+        assert computed.take()[0] == 41
+        assert torch.equal(generate(model), native)
+        assert computed.take()[0] == 1
+    assert pagedkv.pool(model).used_blocks == 0
+
+
+def write(model, name="k_proj", through_data=False):
+    weight = model.model.layers[0].self_attn.get_submodule(name).weight
+    with torch.no_grad():
+        (weight.data if through_data else weight).mul_(-1.5)
+
+
+def replace(model):
+    layer = model.model.layers[0].self_attn
+    layer.k_proj.weight = torch.nn.Parameter(-layer.k_proj.weight.detach())
+
+
+def swap(model):
+    layer = model.model.layers[0].self_attn.k_proj
+    torch.utils.swap_tensors(layer.weight, torch.nn.Parameter(-layer.weight.detach()))
+
+
+class Negated(torch.nn.Module):
+    def forward(self, weight):
+        return -weight
+
+
+CHANGES = {
+    "written in place": write,
+    "written through data": lambda model: write(model, through_data=True),
+    "replaced": replace,
+    "swap_tensors": swap,
+    "buffer written": lambda model: model.model.rotary_emb.inv_freq.mul_(1.5),
+    "module replaced": lambda model: model.model.layers.__setitem__(0, tiny("llama", seed=3).model.layers[0]),
+    "parametrized": lambda model: parametrize.register_parametrization(
+        model.model.layers[0].self_attn.k_proj, "weight", Negated()
+    ),
+    "attribute of a module": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 1.0),
+    "eps of a norm": lambda model: setattr(model.model.layers[0].input_layernorm, "variance_epsilon", 1e3),
+    "cast": lambda model: model.to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_model(change):
+    assert_identity(lambda: tiny("llama"), CHANGES[change])
+
+
+def merge(model):
+    model.merge_adapter()
+
+
+def disable(model):
+    model.base_model.disable_adapter_layers()
+
+
+ADAPTERS = {
+    "set_adapter": [lambda model: model.set_adapter("two")],
+    "scale is identity": [lambda model: set_scale(model, "one", 0.1)],
+    "disabled": [disable],
+    "deleted": [lambda model: model.delete_adapter("one") or model.set_adapter("two")],
+    "hot-swapped through data": [lambda model: swap_data(model, "two", "one")],
+}
+
+
+@pytest.mark.parametrize("change", ADAPTERS)
+def test_changed_adapter(change):
+    assert_identity(with_adapters, *ADAPTERS[change])
+
+
+KINDS = {
+    "dora": lambda: peft.LoraConfig(target_modules=["k_proj", "v_proj"], use_dora=True, init_lora_weights=False),
+    "rslora": lambda: peft.LoraConfig(target_modules=["k_proj"], use_rslora=True, init_lora_weights=False),
+    "ia3": lambda: peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
+    ),
+    "loha": lambda: peft.LoHaConfig(target_modules=["k_proj", "v_proj"], init_weights=False),
+    "oft": lambda: peft.OFTConfig(target_modules=["k_proj"], oft_block_size=4, init_weights=False),
+    "vera": lambda: peft.VeraConfig(target_modules=["k_proj"], init_weights=False),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_adapters(kind):
+    assert_identity(lambda: with_adapters(KINDS[kind]()), lambda model: model.set_adapter("two"), disable)
+
+
+def test_merged_and_unmerged_adapters_share_nothing():
+    """Merging rounds: the tokens of before or after come again only with the blocks of before or after."""
+    model = with_adapters()
+    expected = generate(model)
+    patch(model)
+    for change in (None, model.merge_adapter, model.unmerge_adapter):
+        if change is not None:
+            change()
+        computed = Computed(model)
+        assert torch.equal(generate(model), expected)
+        assert computed.take()[0] == 41
+
+
+def test_back_to_an_adapter_finds_its_prefix():
+    model = with_adapters()
+    expected = {}
+    for name in ("one", "two"):
+        model.set_adapter(name)
+        expected[name] = generate(model)
+    patch(model)
+    widths = []
+    for name in ("one", "two", "one"):
+        model.set_adapter(name)
+        computed = Computed(model)
+        assert torch.equal(generate(model), expected[name])
+        widths.append(computed.take()[0])
+    assert widths == [41, 41, 1]
+
+
+def test_hot_swapped_and_back_finds_nothing():
+    """Nobody knows when the values were swapped, so what was published before is not trusted."""
+    model = with_adapters()
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    expected = generate(model)
+    patch(model)
+    generate(model)
+    swap_data(model, "two", "one")
+    generate(model)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(values[name])
+    computed = Computed(model)
+    assert torch.equal(generate(model), expected)
+    assert computed.take()[0] == 41
+
+
+OTHER = {
+    "position_ids": lambda: {"position_ids": torch.arange(100, 141)[None] * 2},
+    "positions inside": lambda: {"position_ids": (torch.arange(41) + (torch.arange(41) > 20))[None]},
+}
+
+
+@pytest.mark.parametrize("other", OTHER)
+def test_other_positions(other):
+    model = tiny("llama")
+    inputs = [{}, OTHER[other](), {}]
+    expected = [generate(model, **given) for given in inputs]
+    assert not torch.equal(expected[0], expected[1])
+    patch(model)
+    widths = []
+    for given, native in zip(inputs, expected, strict=True):
+        computed = Computed(model)
+        assert torch.equal(generate(model, **given), native)
+        widths.append(computed.take()[0])
+    assert widths == [41, 41, 1]
+
+
+def test_other_adapter_names():
+    model = with_adapters()
+    asked = [["one"], ["two"], ["__base__"], ["one"]]
+    expected = [generate(model, adapter_names=names) for names in asked]
+    assert not torch.equal(expected[0], expected[1])
+    patch(model)
+    for names, native in zip(asked, expected, strict=True):
+        assert torch.equal(generate(model, adapter_names=names), native)
+    assert torch.equal(generate(model), generate(pagedkv.unpatch(model)))
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_forward_by_hand_publishes_only_what_its_key_covers(padding):
+    """Without position_ids a model counts columns: tokens behind padding are elsewhere than generate has them."""
+    model = tiny("llama")
+    ids, mask = PROMPT["input_ids"], PROMPT["attention_mask"]
+    ids = torch.cat([torch.zeros(1, padding, dtype=torch.long), ids], 1)
+    mask = torch.cat([torch.zeros(1, padding, dtype=torch.long), mask], 1)
+    expected = generate(model)
+    patch(model)
+    handle = model.__dict__["_pagedkv_patch"]
+    cache = handle.new_cache(model)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, **{handle.cache_name: cache})
+    cache.reset()
+    computed = Computed(model)
+    assert torch.equal(generate(model), expected)
+    assert computed.take()[0] == (41 if padding else 1)
+
+
+def test_a_chat_that_changes_its_adapter_publishes_nothing_more():
+    model = with_adapters()
+    patch(model)
+    handle = model.get_base_model().__dict__["_pagedkv_patch"]
+    first = generate(model, return_dict_in_generate=True)
+    model.set_adapter("two")
+    longer = torch.cat([first.sequences, torch.arange(60, 81)[None]], 1)
+    asked = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
+    generate(model, **asked, **{handle.cache_name: first[handle.cache_name]})
+    first[handle.cache_name].reset()
+    for name in ("one", "two"):
+        model.set_adapter(name)
+        got = generate(model, **asked)
+        pagedkv.unpatch(model)
+        assert torch.equal(got, generate(model, **asked))
+        patch(model)
+
+
+def test_hooks_neither_hit_nor_publish():
+    model = tiny("llama")
+    plain = generate(model)
+    patch(model)
+    vector = torch.randn(64, generator=torch.Generator().manual_seed(0)) * 3
+    generate(model)
+    handle = model.model.layers[0].register_forward_hook(lambda module, args, out: out + vector)
+    computed = Computed(model)
+    steered = [generate(model), generate(model)]
+    assert computed.calls.count(41) == 2
+    native = generate(pagedkv.unpatch(model))
+    assert not torch.equal(native, plain)
+    assert all(torch.equal(got, native) for got in steered)
+    handle.remove()
+    patch(model)
+    assert torch.equal(generate(model), plain)
+
+
+def test_a_global_hook_and_a_replaced_forward_neither_hit_nor_publish():
+    model = tiny("llama")
+    plain = generate(model)
+    patch(model)
+    generate(model)
+    norm = model.model.layers[1].input_layernorm
+    forward = norm.forward
+    norm.forward = lambda hidden: -forward(hidden)
+    got = generate(model)
+    del norm.forward
+    assert not torch.equal(got, plain)
+    assert torch.equal(generate(model), plain)
+    add = lambda module, args, out: -out if module is norm else None  # noqa: E731
+    handle = torch.nn.modules.module.register_module_forward_hook(add)
+    try:
+        assert torch.equal(generate(model), got)
+    finally:
+        handle.remove()
+    assert torch.equal(generate(model), plain)
+
+
+COMPILED = {
+    "scale": lambda model: set_scale(model, "one", 0.1),
+    "adapter": lambda model: model.set_adapter("two"),
+    "weight": lambda model: write(model.get_base_model(), "o_proj"),
+    "hook": lambda model: (
+        model.get_base_model().model.layers[0].register_forward_hook(lambda module, args, out: -out) and None
+    ),
+}
+
+
+def test_a_compiled_step_follows():
+    """One after the other, in one model: compiling is slow. The hook is what torch.compile guards by nothing."""
+    expected = natives(with_adapters, *COMPILED.values())
+    model = with_adapters()
+    pagedkv.patch(model, num_blocks=256, block_size=4, compile={"backend": "eager"})
+    assert torch.equal(generate(model), expected[0])
+    for before, native, name in zip(expected, expected[1:], COMPILED, strict=False):
+        COMPILED[name](model)
+        assert not torch.equal(native, before)
+        assert torch.equal(generate(model), native), name
+
+
+def test_a_frozen_step_follows_values_written_through_data():
+    model = with_adapters(target_modules=["v_proj"], layers=1)
+    pagedkv.patch(model, num_blocks=256, block_size=4, compile=True)
+    before = generate(model)
+    swap_data(model, "two", "one")
+    got = generate(model)
+    assert not torch.equal(got, before)
+    assert torch.equal(got, generate(pagedkv.unpatch(model)))
