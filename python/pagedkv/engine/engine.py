@@ -31,8 +31,8 @@ class Engine(EngineCore):
     Args:
         model: its layers need no more per token than its position and the keys and values before it. Its weights and
             its other uses are left alone, but for calls in other threads while a step runs (those of other engines and
-            of ``patch`` wait). A request whose model changes (weights, adapters, their scalings) ends with an error that
-            names the change. With ``compile`` further requests are refused then.
+            of ``patch`` wait). A request whose model changes (weights, adapters, their scalings) ends with an error
+            that names the change; with ``compile`` further ones are refused.
         tokenizer: for prompts and results as text; prompts can be token ids without one.
         num_blocks, memory: blocks of the pool, the null block included; or (not both) its bytes, or the fraction of
             free memory.
