@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +55,10 @@ def varlen(inputs: Inputs) -> Call:
     key, value = inputs.key.flatten(0, 1).contiguous(), inputs.value.flatten(0, 1).contiguous()
     cu_seqlens_k = torch.arange(batch + 1, dtype=torch.int32, device=key.device) * seq_len
     lengths = (inputs.cu_seqlens_q, cu_seqlens_k, inputs.query_len, seq_len)
-    return lambda: varlen_attn(inputs.query, key, value, *lengths, window_size=(-1, 0), enable_gqa=True)
+    options: dict[str, Any] = {"window_size": (-1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 has no such switch
+        options["enable_gqa"] = True
+    return lambda: varlen_attn(inputs.query, key, value, *lengths, **options)
 
 
 def flex(inputs: Inputs) -> Call:

@@ -1,125 +1,330 @@
-"""benchmarks/gpu_check.py without a GPU: its arguments, plan, arithmetic and judgement, on small CPU tensors."""
+"""``benchmarks/gpu_check.py`` without a GPU: its four calls in small, what they judge, and that they end in time.
+
+Triton's interpreter stands for the device, and small scripts for ncu and compute-sanitizer.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
-import pagedkv_ops
+pytest.importorskip("triton", reason="triton is not installed (pip install triton==3.7.1)")
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from gpu import checks, figures, kernel_tests, launches, parallel, profiling, report, supervisor, tuning
+from gpu.inputs import Shape, batch
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
-LIMITS = {"copy_gb_per_s": 1000.0, "matmul_tflop_per_s": 500.0}
+CEILINGS = {"read_gb_per_s": 4000.0, "matmul_tflop_per_s": 800.0}
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script with the CPU as its device and a clock that says 0.5 ms."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpu_check", module)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "DEVICE", "cpu")
-    monkeypatch.setattr(module, "milliseconds", lambda call: (call(), 0.5)[1])
-    monkeypatch.setattr(module, "environment", lambda: {"device": "none"})
-    monkeypatch.setattr(module, "ceilings", lambda: LIMITS)
-
-    def dense(inputs):  # a peer that works on CPU
-        batch = inputs.key.size(0)
-        q = inputs.query.unflatten(0, (batch, inputs.query_len)).transpose(1, 2)
-        k, v = inputs.key.transpose(1, 2), inputs.value.transpose(1, 2)
-        mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril(k.size(2) - q.size(2))
-        attend = torch.nn.functional.scaled_dot_product_attention
-        return lambda: attend(q, k, v, mask, enable_gqa=True).transpose(1, 2).flatten(0, 1)
-
-    def missing(inputs):
-        raise ModuleNotFoundError("No module named 'missing'")
-
-    kernels = {"sdpa": dense, "wrong": lambda inputs: lambda: torch.zeros_like(inputs.query), "missing": missing}
-    monkeypatch.setattr(module.peers, "PEERS", kernels)
-    shapes = [module.Shape("prefill B=1 L=8192", 1, 40, 40, 4, 2, 16, 4), module.Shape("decode", 3, 1, 70, 4, 2, 16, 4)]
-    monkeypatch.setattr(module, "SHAPES", shapes)
-    return module
+def rehearse(part: str, out: Path, only: str, **env: str) -> tuple[int, dict[str, Any]]:
+    """Exit status and steps of a call."""
+    command = [sys.executable, str(SCRIPT), part, "--out", str(out), "--rehearse", "--only", only]
+    done = subprocess.run(command, env=os.environ | env, cwd=out, timeout=280, capture_output=True, text=True)
+    path = out / f"{part}.json"
+    assert path.exists(), done.stdout + done.stderr
+    return done.returncode, json.loads(path.read_text())["steps"]
 
 
-def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=120)
-
-
-def test_dry_run_prints_the_plan() -> None:
-    done = run_script("--dry-run", "--steps", "attention,write")
+def run_code(code: str, out: Path) -> dict[str, Any]:
+    """Steps of code that has a report, in a process with the rehearsal's device."""
+    head = "from gpu import device; device.prepare()\nimport time, pathlib, torch\nfrom gpu import figures\n"
+    head += (
+        f"from gpu.report import Report\nreport = Report(pathlib.Path({str(out / 'x.json')!r}), time.time() + 200)\n"
+    )
+    env = supervisor.environment(rehearsal=True)
+    done = subprocess.run([sys.executable, "-c", head + code], env=env, timeout=280, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "steps: attention, write" in done.stdout
-    assert "decode B=64 L=8192: 2.149 GB, 0.0086 TFLOP, goal 85% of copy bandwidth" in done.stdout
+    return json.loads((out / "x.json").read_text())["steps"]
+
+
+# The four calls.
+
+
+def test_right(tmp_path: Path) -> None:
+    only = r"environment|(append decode|mixed|write).*plain|capture, num_splits=0|patch|kernel tests"
+    status, steps = rehearse("right", tmp_path, only)
+    assert status == 0, steps
+    assert steps["environment"]["rehearsal"]
+    assert steps["capture, num_splits=0"]["lengths"] == 5
+    assert steps["patch"]["prompts"] == 2
+    assert steps["a device that is not current"] == {"skipped": "one device"}
+    assert steps["kernel tests"]["passed"] == steps["kernel tests"]["collected"] == 2
+    assert "test_merge" in (tmp_path / "kernel_tests.log").read_text()
+    assert sum(name.startswith("check ") for name in steps) == 3
+
+
+def test_figures(tmp_path: Path) -> None:
+    name = "decode B=64 L=8192 HND"
+    status, steps = rehearse("figures", tmp_path, f"{name}|write 64|generate: engine|host time")
+    assert status == 0, steps
+    for figure in (name, "write 64", "generate: engine"):
+        assert steps[figure]["ratio"] == pytest.approx(
+            steps[figure]["floor_milliseconds"] / steps[figure]["milliseconds"]
+        )
+    assert steps[name]["timed"] == "graph"
+    assert steps[name]["goal"].endswith("goal 85%")
+    assert steps[f"peers: {name}"]["sdpa"]["milliseconds"] > 0
+    assert steps["generate: engine"]["same_tokens"] == 1.0
+    assert set(steps["eager against graph, host time"]) >= {"attention", "write", "append"}
+
+
+def test_tune(tmp_path: Path) -> None:
+    status, steps = rehearse("tune", tmp_path, "decode 2 128")
+    assert status == 0, steps
+    record = steps["sm_80 decode 2 128"]
+    assert record["candidates"] == record["right"] == record["timed"] == 3
+    table: dict[str, Any] = {}
+    exec((tmp_path / "tuned.py").read_text(), table)
+    assert list(table["TABLE"]["sm_80", "decode", 2, 128]) == record["best"]
+    assert table["TABLE"].keys() == tuning._table().keys()
+
+
+NCU = """
+print("==PROF== Connected")
+subprocess.run(command, check=True)
+print('"ID","Kernel Name","dram__bytes.sum","gpu__time_duration.sum","launch__registers_per_thread"')
+print('"","","Mbyte","us","register/thread"')
+print('"0","attention_kernel","1,024.5","12.5","96"')
+"""
+SANITIZER = """
+subprocess.run(command, check=True)
+bad = "racecheck" in sys.argv
+print(f"========= a hazard\\n========= ERROR SUMMARY: 1 error" if bad else "========= ERROR SUMMARY: 0 errors")
+"""
+
+
+def test_profile(tmp_path: Path) -> None:
+    for name, body in (("ncu", NCU), ("compute-sanitizer", SANITIZER)):
+        tool = tmp_path / name
+        head = f"#!{sys.executable}\nimport subprocess, sys\nsys.stdout.reconfigure(line_buffering=True)\n"
+        tool.write_text(head + "command = sys.argv[sys.argv.index(sys.executable):]\n" + body)
+        tool.chmod(0o755)
+    only = "decode B=1 L=16384|(mem|race)check: small copy"
+    status, steps = rehearse("profile", tmp_path, only, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert status == 1
+    (kernel,) = steps["counters: decode B=1 L=16384 HND"]["kernels"]
+    assert kernel == {"kernel": "attention_kernel", "dram_bytes": 1.0245e9, "nanoseconds": 12500, "registers": 96}
+    assert steps["memcheck: small copy"]["clean"]
+    assert "racecheck is not clean" in steps["racecheck: small copy"]["error"]
+    assert "launched small copy" in (tmp_path / "profile.log").read_text()
+
+
+def test_small_launches_run(tmp_path: Path) -> None:
+    code = """
+from gpu import launches
+for name, make in launches.SMALL.items():
+    make()()
+    report.add(name, {})
+"""
+    assert run_code(code, tmp_path).keys() == launches.SMALL.keys()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
-def test_without_a_device_nothing_is_measured() -> None:
-    done = run_script()
-    assert done.returncode == 1
+def test_without_a_device_nothing_is_measured(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "figures", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
     assert "torch sees no CUDA device; nothing was measured" in done.stderr
+    assert not (tmp_path / "figures.json").exists()
 
 
-def test_unknown_steps_are_refused(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        script.parse(["--steps", "attention,wirte"])
-    assert "got wirte" in capsys.readouterr().err
+# No figures on wrong results.
 
 
-def test_flops_count_visible_pairs(script: ModuleType) -> None:
-    shape = script.Shape("x", batch=2, query_len=3, seq_len=5, num_heads=4, num_kv_heads=2, head_size=8)
-    assert shape.flops() == 4 * 8 * 4 * 2 * (3 + 4 + 5)
-    assert shape.bytes() == 2 * (2 * 2 * 5 * 2 * 8 + 2 * 2 * 3 * 4 * 8)
+def test_a_wrong_result_has_no_figure_and_the_next_shape_goes_on(tmp_path: Path) -> None:
+    steps = run_code(
+        """
+import pagedkv_ops
+right = pagedkv_ops.paged_attention
+pagedkv_ops.paged_attention = lambda query, *args: right(query, *args) * (1 if args[4] is not None else 1.1)
+report.only = "decode B=1 L=16384 HND|prefill B=1 L=8192 HND"
+figures.gate, figures.ceilings = lambda deadline: {}, lambda: {"read_gb_per_s": 1.0, "matmul_tflop_per_s": 1.0}
+figures.run(report, None)
+""",
+        tmp_path,
+    )
+    assert steps["decode B=1 L=16384 HND"]["error"].startswith("AssertionError")
+    assert "milliseconds" not in steps["decode B=1 L=16384 HND"]
+    assert "refused" in steps["peers: decode B=1 L=16384 HND"]
+    assert steps["prefill B=1 L=8192 HND"]["milliseconds"] > 0
 
 
-def test_a_right_result_is_measured(script: ModuleType, tmp_path: Path) -> None:
-    report = script.run(["attention", "write"], script.Budget(100))
-    assert script.failures(report) == []
-    record = report["attention"]["decode"]
-    assert record["gb_per_s"] == pytest.approx(script.SHAPES[1].bytes() / 0.5e-3 / 1e9)
-    assert record["share_of_copy_bandwidth"] == pytest.approx(record["gb_per_s"] / 1000)
-    assert record["peers"]["sdpa"] == {"milliseconds": 0.5}
-    assert record["peers"]["wrong"]["error"].startswith("AssertionError")
-    assert record["peers"]["missing"]["error"] == "ModuleNotFoundError: No module named 'missing'"
-    assert report["attention"]["prefill B=1 L=8192"]["goal"] == "reached: 100% of sdpa, goal 70%"
-    assert report["write"]["64 tokens"]["milliseconds"] == 0.5
-    table = script.table(report)
-    assert "sdpa 0.500 (1.00)" in table
-    assert "wrong 0" not in table
-    json.dumps(report)
+def test_no_figures_where_the_reference_says_otherwise(tmp_path: Path) -> None:
+    steps = run_code(
+        """
+from gpu import parallel
+parallel.run = lambda calls, deadline: iter([(call.name, {"seconds": 1.0}) for call in calls[1:]]
+    + [(calls[0].name, {"seconds": 1.0, "error": "AssertionError: 3 of 8 rows differ"})])
+report.only = "decode B=1 L=16384 HND|write 64|generate"
+figures.ceilings = lambda: {"read_gb_per_s": 1.0, "matmul_tflop_per_s": 1.0}
+figures.run(report, None)
+""",
+        tmp_path,
+    )
+    assert "3 of 8 rows differ" in steps.pop("gate")["error"]
+    assert {name for name, record in steps.items() if "refused" not in record} == {"ceilings"}
 
 
-def test_a_wrong_result_has_no_speed_and_fails(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pagedkv_ops, "paged_attention", lambda query, *args: torch.zeros_like(query))
-    monkeypatch.setattr(pagedkv_ops, "write_kv", lambda *args: None)
-    report = script.run(["attention", "write"], script.Budget(100))
-    assert len(script.failures(report)) == len(script.SHAPES) + 2
-    assert "milliseconds" not in report["attention"]["decode"]
-    assert report["attention"]["prefill B=1 L=8192"]["goal"] == "not measured"
-    assert "wrong bytes" in script.failures(report)[-1]
+def test_rows_are_compared() -> None:
+    wanted = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    checks.assert_rows_close(wanted * 1.01, wanted, 0.02)
+    for got, message in (
+        (wanted * 1.05, "2 of 2 rows differ"),
+        (wanted + torch.tensor([[0.0, 0.0], [torch.nan, 0.0]]), "NaN in 1 rows"),
+        (wanted[:1], "expected shape"),
+        (wanted.double(), "expected torch.float32"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            checks.assert_rows_close(got, wanted, 0.02)
 
 
-def test_what_the_budget_leaves_out_is_named(script: ModuleType) -> None:
-    report = script.run(["attention"], script.Budget(0))
-    assert report["attention"]["decode"]["error"] == "left out: no time"
-    assert script.failures(report) == []
+# Time, crashes and hangs.
 
 
-def test_red_tests_fail_the_run(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "run_tests", lambda budget: {"status": 1, "seconds": 2.0, "tail": ["1 failed"]})
-    report = script.run(["tests"], script.Budget(100))
-    assert script.failures(report) == ["tests: exit status 1"]
+def working(steps: str) -> list[str]:
+    """A part's command: like ``gpu_check.py --deadline``, without torch."""
+    code = f"""
+import os, sys, time
+from pathlib import Path
+from gpu.report import Report, Step
+report = Report(Path(sys.argv[1]), float(sys.argv[-1]))
+def crash(): os._exit(9)
+def hang(): time.sleep(100)
+def fail(): raise ValueError("no")
+lost = report.run([{steps}], lambda: True)
+report.write()
+sys.exit(0 if lost else 75)
+"""
+    return ["-c", code]
 
 
-def test_commands_report_status_and_end_in_time(script: ModuleType) -> None:
-    assert script.run_command([sys.executable, "-c", "print('x'); raise SystemExit(3)"], 30)["status"] == 3
-    assert script.run_command([sys.executable, "-c", "import time; time.sleep(30)"], 0.5)["status"] == 124
+def supervised(tmp_path: Path, steps: str, seconds: float = 30) -> dict[str, Any]:
+    path = tmp_path / "part.json"
+    supervisor.supervise([*working(steps), str(path)], path, seconds, False)
+    return json.loads(path.read_text())["steps"]
+
+
+def test_a_crash_costs_one_step(tmp_path: Path) -> None:
+    steps = supervised(tmp_path, "Step('a', 1, dict), Step('b', 1, crash), Step('c', 1, dict)")
+    assert steps["b"] == {"error": "its process ended with status 9"}
+    assert set(steps) == {"a", "b", "c"}
+
+
+def test_a_lost_device_costs_one_step(tmp_path: Path) -> None:
+    steps = supervised(tmp_path, "Step('a', 1, fail), Step('b', 1, os.getpid and dict), Step('c', 1, dict, ('a',))")
+    assert steps["a"]["error"] == "ValueError: no"
+    assert "error" not in steps["b"]
+    assert steps["c"] == {"refused": "no figures on wrong results: a"}
+
+
+def test_a_part_is_ended_in_time_with_all_that_it_started(tmp_path: Path) -> None:
+    start = time.monotonic()
+    hang = f"lambda: __import__('subprocess').run(['sleep', '97.{os.getpid()}'], start_new_session=False)"
+    steps = supervised(tmp_path, f"Step('a', 0, dict), Step('b', -99, {hang}), Step('c', 1, dict)", seconds=4)
+    assert time.monotonic() - start < 20
+    assert steps["b"] == {"error": "still running after 4 s"}
+    assert "c" not in steps
+    processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert f"sleep 97.{os.getpid()}" not in processes
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    one = report.Report(tmp_path / "x.json", time.time() + 5)
+    one.run([report.Step("long", 60, dict), report.Step("short", 1, dict)])
+    assert re.match(r"needs about 60 s of \d left", one.steps["long"]["left_out"])
+    assert "seconds" in one.steps["short"]
+    assert one.failures() == []
+
+
+def test_the_file_is_written_after_every_step(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    seen: list[Any] = []
+    steps = [report.Step(name, 0, lambda: seen.append(json.loads(path.read_text()))) for name in "ab"]
+    report.Report(path, time.time() + 9).run(steps)
+    assert [(content["running"], list(content["steps"])) for content in seen] == [("a", []), ("b", ["a"])]
+
+
+def test_only_takes_what_it_names_and_what_that_requires(tmp_path: Path) -> None:
+    one = report.Report(tmp_path / "x.json", time.time() + 9, "fig")
+    gate, figure, other = (
+        report.Step("gate", 0, dict),
+        report.Step("fig", 0, dict, ("gate",)),
+        report.Step("o", 0, dict),
+    )
+    one.run([gate, figure, other])
+    assert list(one.steps) == ["gate", "fig"]
+
+
+@pytest.mark.parametrize("fork", ["0", "1"])
+def test_a_call_that_crashes_hangs_or_fails_costs_its_own_result(fork: str) -> None:
+    calls = [
+        parallel.Call("crash", "os:_exit", (5,)),
+        parallel.Call("hang", "time:sleep", (60,)),
+        parallel.Call("fail", "json:loads", ("{",)),
+        parallel.Call("right", "json:loads", ('{"x": 1}',)),
+    ]
+    env = supervisor.environment(rehearsal=True) | {"PAGEDKV_GPU_FORK": fork}
+    results = dict(parallel.run(calls, time.time() + 200, count=2, seconds=25, env=env))
+    assert "ended with" in results["crash"]["error"]
+    assert results["hang"]["error"] == "still running after 25 s"
+    assert results["fail"]["error"].startswith("JSONDecodeError")
+    assert results["right"]["x"] == 1
+
+
+# Arithmetic.
+
+
+def test_operations_count_visible_pairs() -> None:
+    shape = Shape("x", ((3, 5), (1, 7)), num_heads=4, num_kv_heads=2, head_size=8)
+    assert shape.operations() == 4 * 8 * 4 * (3 + 4 + 5 + 7)
+    assert shape.bytes() == 2 * (2 * 12 * 2 * 8 + 2 * 4 * 4 * 8)
+    assert not shape.is_decode
+    assert batch("y", 3, 1, 9).is_decode
+
+
+def test_a_figure_stands_beside_its_floor() -> None:
+    reading = figures.measured({"milliseconds": 2.0}, CEILINGS, bytes=4_000_000_000, operations=10)
+    assert (reading["floor"], reading["floor_milliseconds"], reading["ratio"]) == ("bytes over bandwidth", 1.0, 0.5)
+    product = figures.measured({"milliseconds": 4.0}, CEILINGS, bytes=1, operations=800_000_000_000)
+    assert (product["floor"], product["floor_milliseconds"], product["ratio"]) == ("operations over peak", 1.0, 0.25)
+    assert product["tflop_per_s"] == pytest.approx(200)
+
+
+def test_a_row_changes_for_a_gain_beyond_the_noise_only() -> None:
+    times = {"old": {"a": 1.0, "b": 2.0}, "noise": {"a": 0.98, "b": 2.0}}
+    assert tuning.choose("old", times) == ("old", 1.0)
+    best, ratio = tuning.choose("old", times | {"new": {"a": 0.5, "b": 2.2}})
+    assert (best, ratio) == ("new", pytest.approx((0.5 * 1.1) ** 0.5))
+
+
+def test_red_and_unfinished_kernel_tests_are_told_apart() -> None:
+    tests = ["t.py::a", "t.py::b[x y]", "t.py::c"]
+    record = kernel_tests.summary(tests, ["t.py::a PASSED [ 50%]\nt.py::b[x y] FAILED [100%]\nwhy", ""])
+    assert (record["passed"], record["failed"], record["not_run"]) == (1, ["t.py::b[x y]"], 1)
+    assert record["error"] == "1 of 2 kernel tests failed"
+    assert "error" not in kernel_tests.summary(tests, ["t.py::a PASSED [ 50%]"])
+    assert kernel_tests.summary(tests, [""])["error"] == "no test has run"
+
+
+def test_kernel_tests_need_pytest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kernel_tests.importlib.util, "find_spec", lambda name: None)
+    assert kernel_tests.run(time.time() + 9, tmp_path / "log") == {"skipped": "pytest is not installed"}
+
+
+@pytest.mark.parametrize("call", [profiling.counters, lambda *args: profiling.sanitized("memcheck", *args)])
+def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: Callable[..., Any]) -> None:
+    monkeypatch.setattr(profiling, "find", lambda tool: None)
+    assert "is not installed" in call("small copy", 5, tmp_path)["skipped"]
