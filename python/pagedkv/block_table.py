@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pagedkv.errors import InvalidArgumentError, integer, refused
+from pagedkv.manager.blocks import NULL_BLOCK
 
-NULL_BLOCK = 0
 PADDING_SLOT = -1
 
 Ints = Sequence[int] | npt.NDArray[np.integer]

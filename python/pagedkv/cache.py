@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import pagedkv_ops
-from pagedkv.block_pool import MAX_BLOCKS
 from pagedkv.errors import integer, listed, refused
-from pagedkv.groups import MAX_BLOCK_SIZE
+from pagedkv.manager.blocks import MAX_BLOCKS
+from pagedkv.manager.groups import MAX_BLOCK_SIZE
 
 Pairs = Sequence[tuple[int, int]]
 

@@ -34,7 +34,7 @@ def cache(manager: KVCacheManager, token_ids: Any, **options: Any) -> None:
 
 def snapshot(manager: KVCacheManager) -> Any:
     """Everything that an error or a None must leave as it was."""
-    pool, transfers = manager.pool, manager.transfers
+    blocks, index, moves = manager.state.blocks, manager.state.index, manager.state.moves
     return (
         {
             seq_id: (
@@ -51,15 +51,15 @@ def snapshot(manager: KVCacheManager) -> Any:
             )
             for seq_id, seq in manager.sequences.items()
         },
-        list(pool.refs),
-        pool.free_ids(),
-        list(pool.hashes),
-        {key: list(value) if isinstance(value, list) else value for key, value in pool.index.items()},
-        dict(pool.pins),
-        dict(transfers.copies),
-        dict(transfers.swap_ins),
-        dict(transfers.swap_outs),
-        list(transfers.host.refs),
-        manager.num_running,
-        None if pool.events is None else list(pool.events),
+        list(blocks.refs),
+        blocks.free_ids(),
+        list(index.hashes),
+        {key: list(value) if isinstance(value, list) else value for key, value in index.by_hash.items()},
+        dict(blocks.pins),
+        dict(moves.copies),
+        dict(moves.swap_ins),
+        dict(moves.swap_outs),
+        list(moves.host.refs),
+        manager.state.num_running,
+        None if index.events is None else list(index.events),
     )

@@ -10,8 +10,8 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagedkv.groups import GroupSpec
 from pagedkv.manager import KVCacheManager
+from pagedkv.manager.groups import GroupSpec
 from tests.manager.actions import snapshot
 
 KEYS: list[dict[str, Any]] = [
@@ -104,7 +104,7 @@ class Harness:
         if not seq.running:
             if matched is not None:
                 seq.computed = granted.num_cached_tokens
-                whole = matched // manager.lookup.step * manager.lookup.step
+                whole = matched // manager.state.step * manager.state.step
                 assert seq.computed in (matched, whole)
                 seq.kv = [seq.value(position) for position in range(seq.computed)]
             assert granted.num_cached_tokens == seq.computed
@@ -124,7 +124,7 @@ class Harness:
 
     def _check_slots(self, name: int, slots: list[Any], start: int, stop: int) -> None:
         per_group = slots if self.manager.grouped else [slots]
-        for group, table, found in zip(self.manager.groups, self._tables(name), per_group, strict=True):
+        for group, table, found in zip(self.manager.state.groups, self._tables(name), per_group, strict=True):
             size = group.block_size
             assert found == [table[at // size] * size + at % size for at in range(start, stop)]
 
@@ -151,14 +151,14 @@ class Harness:
             seq.computed += count
 
     def _move(self, pairs: list[tuple[int, int]], source: dict, destination: dict) -> None:
-        size = max(group.block_size for group in self.manager.groups)
+        size = max(group.block_size for group in self.manager.state.groups)
         assert len({pair[1] for pair in pairs}) == len(pairs)
         moved = [(to, at, source.get((block, at))) for block, to in pairs for at in range(size)]
         for to, at, value in moved:
             destination[to, at] = value
 
     def _write(self, name: int, position: int, value: Any) -> None:
-        for group, table in zip(self.manager.groups, self._tables(name), strict=True):
+        for group, table in zip(self.manager.state.groups, self._tables(name), strict=True):
             block = table[position // group.block_size]
             assert block > 0
             assert not self.manager.pool.is_published(block)
@@ -187,7 +187,7 @@ class Harness:
                 table = tables[names[row]][number]
                 table[column : column + 1] = [block]
         for name in names:
-            for group, mine, theirs in zip(self.manager.groups, tables[name], self._tables(name), strict=True):
+            for group, mine, theirs in zip(self.manager.state.groups, tables[name], self._tables(name), strict=True):
                 first = group.first_visible(self.seqs[name].computed) // group.block_size
                 assert mine[first:] == theirs[first:]
         self.step({})
@@ -211,7 +211,7 @@ class Harness:
         """What the next token would see must be there; what was given back is known from the null blocks."""
         computed = min(length, seq.computed)
         state = self.manager.sequences[name]
-        for number, group in enumerate(self.manager.groups):
+        for number, group in enumerate(self.manager.state.groups):
             nulls = state.released[number] if state.host is None else state.host[number].count(-1)
             seen = range(group.first_visible(computed), computed)
             if any(position // group.block_size < nulls for position in seen):
@@ -251,7 +251,7 @@ class Harness:
     def reset(self) -> None:
         used = any(any(block for table in self._tables(name) for block in table) for name in self.seqs)
         done = self.manager.reset_prefix_cache()
-        assert done == (not used and not self.manager.pool.pins)
+        assert done == (not used and not self.manager.pool.blocks.pins)
         if done:
             assert self.manager.pool.num_published == 0
 
@@ -269,13 +269,13 @@ class Harness:
         manager = self.manager
         manager.check_integrity()
         self._check_events()
-        pending = {*manager.transfers.copies, *manager.transfers.swap_ins}
+        pending = {*manager.state.moves.copies, *manager.state.moves.swap_ins}
         for name, seq in self.seqs.items():
             assert manager.num_tokens(name) == len(seq.tokens)
             assert manager.num_computed_tokens(name) == seq.computed == len(seq.kv)
             if not seq.running:
                 continue
-            for group, table in zip(manager.groups, self._tables(name), strict=True):
+            for group, table in zip(manager.state.groups, self._tables(name), strict=True):
                 for position in range(group.first_visible(seq.computed), seq.computed):
                     block = table[position // group.block_size]
                     assert block > 0
@@ -288,8 +288,8 @@ class Harness:
     def _check_cached(self, block: int, link: Any) -> None:
         size = next(
             group.block_size
-            for group, suffix in zip(self.manager.groups, self.manager.lookup.suffixes, strict=True)
-            if self.manager.pool.hashes[block] == link.hash + suffix
+            for group in self.manager.state.groups
+            if self.manager.pool.index.hashes[block] == link.hash + group.suffix
         )
         chunks = []
         while link is not None:
@@ -309,5 +309,5 @@ class Harness:
                 self.published.remove(event[1])
             else:
                 self.published.clear()
-        if self.manager.pool.events is not None:
-            assert self.published == self.manager.pool.index.keys()
+        if self.manager.pool.index.events is not None:
+            assert self.published == self.manager.pool.index.by_hash.keys()

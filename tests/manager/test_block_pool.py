@@ -49,7 +49,7 @@ def test_eviction_is_lazy():
     assert pool.get_new_blocks(2) == [other, block]
     assert pool.cached_block(b"h") is None
     assert pool.num_evictions == 1
-    assert pool.events == [("stored", b"h", b"p", (1, 2)), ("removed", b"h")]
+    assert pool.take_events() == [("stored", b"h", b"p", (1, 2)), ("removed", b"h")]
 
 
 def test_events_follow_the_hash_not_the_block():
@@ -61,7 +61,7 @@ def test_events_follow_the_hash_not_the_block():
     pool.evict(blocks[:1])
     assert pool.cached_block(b"h") == blocks[1]
     pool.evict(blocks)
-    assert [event[0] for event in pool.events] == ["stored", "removed"]
+    assert [event[0] for event in pool.take_events()] == ["stored", "removed"]
 
 
 def test_block_in_use_is_hit_first():
@@ -141,19 +141,19 @@ def test_copies_are_independent(duplicate):
 def test_pins():
     pool = BlockPool(5)
     (block,) = pool.get_new_blocks(1)
-    pool.pin(block)
-    pool.pin(block)
+    pool.blocks.pin(block)
+    pool.blocks.pin(block)
     pool.free_blocks([block])
     assert pool.num_free == 3
     pool.check_integrity()
-    pool.unpin(block)
+    pool.blocks.unpin(block)
     assert block not in pool.free_ids()
-    pool.unpin(block)
+    pool.blocks.unpin(block)
     assert pool.free_ids()[0] == block
-    pool.pin(2)  # a free one
+    pool.blocks.pin(2)  # a free one
     assert 2 not in pool.free_ids()
     pool.touch([2])
-    pool.unpin(2)
+    pool.blocks.unpin(2)
     pool.check_integrity()
     assert pool.refs[2] == 1
     assert pool.reset() is False
@@ -202,5 +202,5 @@ def test_against_a_plain_list():
                     queue.insert(0, block)
         assert list(pool.refs) == refs
         assert pool.free_ids() == queue
-        assert pool.hashes == [hashes.get(block) for block in range(40)]
+        assert pool.index.hashes == [hashes.get(block) for block in range(40)]
         pool.check_integrity()

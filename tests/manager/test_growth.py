@@ -155,11 +155,13 @@ def test_block_ids_are_read_when_asked_for():
     manager.append("a", range(6))
     second = manager.allocate_slots("a")
     assert first.block_ids == second.block_ids == [1, 2, 3]
-    assert (second.new_block_ids, second.entries) == ([3], [([2], [3])])
+    ((columns, blocks),) = second.entries
+    assert (second.new_block_ids, list(columns), blocks) == ([3], [2], [3])
     manager.preempt("a")
     assert first.block_ids == []
     third = manager.allocate_slots("a")
-    assert third.entries == [([0, 1, 2], third.block_ids)]
+    ((columns, blocks),) = third.entries
+    assert (list(columns), blocks) == ([0, 1, 2], third.block_ids)
     manager.free("a")
     assert third.block_ids == []
 

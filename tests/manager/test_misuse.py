@@ -240,12 +240,12 @@ def broken(change: Any) -> KVCacheManager:
 
 
 def _repeat_in_queue(manager: KVCacheManager) -> None:
-    manager.pool._next[manager.pool._prev[0]] = manager.pool._next[0]
+    manager.pool.blocks._next[manager.pool.blocks._prev[0]] = manager.pool.blocks._next[0]
 
 
 def _move_hash(manager: KVCacheManager) -> None:
-    block_hash, block = next(iter(manager.pool.index.items()))
-    manager.pool.index[block_hash] = block + 1
+    block_hash, block = next(iter(manager.pool.index.by_hash.items()))
+    manager.pool.index.by_hash[block_hash] = block + 1
 
 
 @pytest.mark.parametrize(
@@ -253,18 +253,18 @@ def _move_hash(manager: KVCacheManager) -> None:
     [
         lambda m: m.pool.touch([1]),
         lambda m: m.pool.get_new_blocks(1),
-        lambda m: m.pool.pins.clear(),
-        lambda m: m.pool.pin(1),
-        lambda m: m.transfers.copies.clear(),
+        lambda m: m.pool.blocks.pins.clear(),
+        lambda m: m.pool.blocks.pin(1),
+        lambda m: m.state.moves.copies.clear(),
         lambda m: m.sequences["a"].tables[0].append(29),
         lambda m: m.sequences["a"].tables[0].pop(),
         lambda m: m.sequences["a"].tables[0].__setitem__(0, 0),
-        lambda m: setattr(m.pool, "num_free", m.pool.num_free - 1),
+        lambda m: setattr(m.pool.blocks, "num_free", m.pool.num_free - 1),
         lambda m: m.pool.refs.__setitem__(29, 1),
-        lambda m: m.pool.hashes.__setitem__(1, None),
-        lambda m: m.transfers.host.refs.__setitem__(0, 2),
-        lambda m: m.transfers.host.free.pop(),
-        lambda m: setattr(m, "num_running", 7),
+        lambda m: m.pool.index.hashes.__setitem__(1, None),
+        lambda m: m.state.moves.host.refs.__setitem__(0, 2),
+        lambda m: m.state.moves.host.free.pop(),
+        lambda m: setattr(m.state, "num_running", 7),
         lambda m: setattr(m.sequences["a"], "num_computed", 11),
         lambda m: setattr(m.sequences["a"], "num_granted", 100),
         _repeat_in_queue,

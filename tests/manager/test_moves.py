@@ -60,7 +60,7 @@ def test_cutting_the_destination_drops_its_copy():
     manager.truncate("b", 4)
     manager.check_integrity()
     assert manager.take_copies() == []
-    assert manager.pool.pins == {}
+    assert manager.pool.blocks.pins == {}
 
 
 def test_sole_owner_writes_into_its_own_published_block_in_place():
@@ -272,8 +272,8 @@ def test_preempting_what_holds_nothing():
 
 def test_watermark():
     manager = KVCacheManager(21, 4, watermark=0.11, enable_prefix_caching=False)
-    assert manager.watermark_blocks == 3  # ceil(0.11 * 20)
-    assert KVCacheManager(101, 4, watermark=0.07).watermark_blocks == 7  # 0.07 * 100 is 7.000000000000001
+    assert manager.state.watermark_blocks == 3  # ceil(0.11 * 20)
+    assert KVCacheManager(101, 4, watermark=0.07).state.watermark_blocks == 7  # 0.07 * 100 is 7.000000000000001
     compute(manager, "a", range(64))
     manager.add("b", range(8))
     before = snapshot(manager)

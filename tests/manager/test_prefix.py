@@ -14,8 +14,8 @@ import pytest
 
 from pagedkv.errors import InvalidArgumentError
 from pagedkv.manager import GroupSpec, KVCacheManager
-from pagedkv.prefix import NO_KEYS, ChainHasher, KeySet, encode
-from pagedkv.token_ids import TokenIds, pack_tokens
+from pagedkv.manager.hashing import NO_KEYS, ChainHasher, KeySet, encode
+from pagedkv.manager.tokens import TokenIds, pack_tokens
 from tests.manager.actions import cache, compute, run
 
 _HASHES = """
@@ -184,7 +184,7 @@ def test_equal_blocks_are_all_kept():
         manager.commit(name, 5)
     manager.check_integrity()
     first, second = (manager.block_ids(name)[0] for name in "ab")
-    assert manager.pool.hashes[first] == manager.pool.hashes[second] is not None
+    assert manager.pool.index.hashes[first] == manager.pool.index.hashes[second] is not None
     manager.free("a")
     manager.pool.evict([second])
     assert manager.match_prefix(range(5)) == 4

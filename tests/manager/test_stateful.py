@@ -207,10 +207,10 @@ def test_100_000_operations_leak_nothing():
             side.free(seq)
         side.step({})
         side.verify()
-        pool, host = side.manager.pool, side.manager.transfers.host
+        pool, host = side.manager.pool, side.manager.state.moves.host
         assert pool.num_free == pool.num_usable
         assert len(host.free) == len(host.refs)
         assert side.manager.reset_prefix_cache()
-        assert not pool.index
-        assert not side.manager.lookup._children
+        assert not pool.index.by_hash
+        assert not pool.index.children
         side.verify()

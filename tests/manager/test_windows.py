@@ -7,8 +7,8 @@ import random
 import pytest
 
 from pagedkv.errors import InvalidArgumentError, ReleasedPositionError
-from pagedkv.groups import Group
 from pagedkv.manager import GroupSpec, KVCacheManager
+from pagedkv.manager.groups import Group
 from tests.manager.actions import cache, compute, run, snapshot
 
 GEMMA = [GroupSpec("sliding", 8), GroupSpec("sliding", 8), GroupSpec()]
@@ -208,7 +208,7 @@ def test_block_sizes_and_the_granularity_of_hits(sizes):
     groups = [GroupSpec(block_size=size) for size in sizes]
     manager = KVCacheManager(200, 16, groups=groups)
     cache(manager, range(40))
-    assert manager.match_prefix(range(40)) == 39 // manager.lookup.step * manager.lookup.step
+    assert manager.match_prefix(range(40)) == 39 // manager.state.step * manager.state.step
     granted = compute(manager, "a", range(40))
     assert [len(table) for table in granted.block_ids] == [-(-40 // size) for size in sizes]
 
@@ -229,7 +229,7 @@ def test_hits_of_random_caches_against_brute_force():
         manager.pool.evict(sorted(gone))
 
         def served(length: int, tables=tables, gone=gone, manager=manager) -> bool:
-            for group, table in zip(manager.groups, tables, strict=True):
+            for group, table in zip(manager.state.groups, tables, strict=True):
                 last = length // group.block_size
                 first = min(group.first_visible(length) // group.block_size, last - 1)
                 if any(block in gone for block in table[first:last]):

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..errors import IntegrityError, InvalidArgumentError, integer
 from ..hf.identity import Identity
-from ..prefix import encode
+from ..manager.hashing import encode
 from .checks import check_batch, check_tokenizer, inner_model
 from .requests import Prompt, Record, Request, check_fit, check_logprobs, check_priority, check_seed, encode_prompt
 from .results import EngineStats, NewToken, Result, StepOutput

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..stats import KVCacheStats
+from ..manager import KVCacheStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class Scheduler:
         self.tables = tables
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.preempt_mode = "swap" if manager.transfers.host.refs else "recompute"
+        self.preempt_mode = "swap" if manager.num_host_blocks else "recompute"
         self.running: list[Sequence] = []  # row r is running[r]
         self.waiting: list[Sequence] = []  # by rank
         self.new_id = itertools.count().__next__

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..block_pool import MAX_BLOCKS
+from ..manager.blocks import MAX_BLOCKS
 from ..errors import InvalidArgumentError, integer, refused
 
 if TYPE_CHECKING:

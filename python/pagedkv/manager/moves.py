@@ -6,10 +6,12 @@ handed out in the same step. The sources of copies are pinned until the copies a
 
 from __future__ import annotations
 
-from pagedkv.block_pool import BlockPool
-from pagedkv.errors import IntegrityError
+from collections.abc import Iterable
 
-Pairs = list[tuple[int, int]]
+from pagedkv.errors import IntegrityError
+from pagedkv.manager.blocks import Blocks
+
+BlockPairs = list[tuple[int, int]]
 
 
 class HostPool:
@@ -36,11 +38,11 @@ class HostPool:
         return False
 
 
-class Transfers:
+class Moves:
     """Pending moves by destination; each names the block that holds the content before any of them is applied."""
 
-    def __init__(self, pool: BlockPool, num_host_blocks: int) -> None:
-        self.pool = pool
+    def __init__(self, blocks: Blocks, num_host_blocks: int) -> None:
+        self.blocks = blocks
         self.host = HostPool(num_host_blocks)
         self.copies: dict[int, int] = {}
         self.swap_ins: dict[int, int] = {}
@@ -60,7 +62,7 @@ class Transfers:
             return
         source = self.copies.get(source, source)
         self.copies[destination] = source
-        self.pool.pin(source)
+        self.blocks.pin(source)
         self.num_copies += 1
 
     def swap_in(self, host: int, destination: int) -> None:
@@ -80,33 +82,34 @@ class Transfers:
         self.swap_outs[host] = self.copies.get(block, block)
         return host
 
-    def drop_host(self, host: int) -> None:
-        if self.host.release(host):
-            self.swap_outs.pop(host, None)
+    def drop_hosts(self, hosts: Iterable[int]) -> None:
+        """Gives back host blocks; what was to go out into them has to no more. -1 stands for a null block."""
+        for host in hosts:
+            if host >= 0 and self.host.release(host):
+                self.swap_outs.pop(host, None)
 
     def drop(self, destination: int) -> None:
         """The destination has no owner left: its content is not wanted."""
         source = self.copies.pop(destination, None)
         if source is not None:
-            self.pool.unpin(source)
+            self.blocks.unpin(source)
         host = self.swap_ins.pop(destination, None)
         if host is not None:
-            self.drop_host(host)
+            self.drop_hosts((host,))
 
-    def take_copies(self) -> Pairs:
+    def take_copies(self) -> BlockPairs:
         pairs = [(source, destination) for destination, source in self.copies.items()]
         self.copies.clear()
         for source, _ in pairs:
-            self.pool.unpin(source)
+            self.blocks.unpin(source)
         return pairs
 
-    def take_swaps(self) -> tuple[Pairs, Pairs]:
+    def take_swaps(self) -> tuple[BlockPairs, BlockPairs]:
         outs = [(source, host) for host, source in self.swap_outs.items()]
         ins = [(host, destination) for destination, host in self.swap_ins.items()]
         self.swap_outs.clear()
         self.swap_ins.clear()
-        for host, _ in ins:
-            self.drop_host(host)
+        self.drop_hosts(host for host, _ in ins)
         return outs, ins
 
     def check_integrity(self, host_references: list[int]) -> None:
@@ -114,10 +117,10 @@ class Transfers:
         pins: dict[int, int] = {}
         for source in self.copies.values():
             pins[source] = pins.get(source, 0) + 1
-        if pins != self.pool.pins:
-            raise IntegrityError(f"pins {self.pool.pins} are not those of the pending copies {pins}")
+        if pins != self.blocks.pins:
+            raise IntegrityError(f"pins {self.blocks.pins} are not those of the pending copies {pins}")
         for destination in (*self.copies, *self.swap_ins):
-            if self.pool.refs[destination] == 0 or self.pool.is_published(destination):
+            if self.blocks.refs[destination] == 0 or self.blocks.is_hashed(destination):
                 raise IntegrityError(f"pending destination {destination} is free or published")
         expected = list(host_references)
         for host in self.swap_ins.values():

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagedkv.errors import InvalidArgumentError
-from pagedkv.token_ids import TOKEN_BYTES, TokenIds
+from pagedkv.manager.tokens import TOKEN_BYTES, TokenIds
 
 HashFn = Callable[[bytes], bytes]
 ExtraKeys = Sequence[tuple[Any, ...]]
@@ -183,6 +183,16 @@ def tied(links: Iterable[Link | None]) -> list[tuple[Link, Link | None, Link | N
 def tie(links: list[tuple[Link, Link | None, Link | None]]) -> None:
     for link, parent, following in links:
         link.parent, link.next = parent, following
+
+
+def chain_of(link: Link | None) -> list[Link]:
+    """A link and those before it, the first one first."""
+    chain = []
+    while link is not None:
+        chain.append(link)
+        link = link.parent
+    chain.reverse()
+    return chain
 
 
 def same_prefix(a: Link | None, b: Link | None) -> bool:

@@ -59,10 +59,12 @@ class TokenIds:
 
     __slots__ = ("_num_frozen", "_pieces", "tail")
 
-    def __init__(self, tokens: array[int] | None = None) -> None:
-        self._pieces: list[tuple[int, array[int]]] = []  # (position of its first id, ids); the next one may cut it
-        self._num_frozen = 0
-        self.tail: array[int] = array("q") if tokens is None else tokens
+    def __init__(
+        self, tail: array[int] | None = None, pieces: list[tuple[int, array[int]]] | None = None, num_frozen: int = 0
+    ) -> None:
+        self._pieces = pieces or []  # (position of its first id, ids); the next one may cut it
+        self._num_frozen = num_frozen
+        self.tail: array[int] = array("q") if tail is None else tail
 
     def __len__(self) -> int:
         return self._num_frozen + len(self.tail)
@@ -73,10 +75,9 @@ class TokenIds:
             self._pieces.append((self._num_frozen, self.tail))
             self._num_frozen += len(self.tail)
             self.tail = array("q")
-        child = TokenIds(self.tail[:])
-        child._pieces = self._pieces[:]
-        child._num_frozen = self._num_frozen
-        child.cut(length)
+        child = TokenIds(self.tail[:], self._pieces[:], self._num_frozen)
+        if length < len(self):
+            child.cut(length)
         return child
 
     def cut(self, length: int) -> None:
@@ -90,9 +91,7 @@ class TokenIds:
     def part(self, start: int, stop: int) -> array[int]:
         """Ids [start, stop), in time of their number."""
         end = self._num_frozen
-        if start >= end:
-            return self.tail[start - end : stop - end]
-        parts = [self.tail[: max(0, stop - end)]]
+        parts = [self.tail[max(0, start - end) : max(0, stop - end)]]
         for first, piece in reversed(self._pieces):
             if end <= start:
                 break
@@ -105,7 +104,8 @@ class TokenIds:
 
     def to_bytes(self, start: int, stop: int) -> bytes:
         """Ids [start, stop) as little-endian int64."""
-        part = self.part(start, stop)
+        first = self._num_frozen
+        part = self.tail[start - first : stop - first] if start >= first else self.part(start, stop)
         if sys.byteorder == "big":
             part.byteswap()
         return part.tobytes()

@@ -7,8 +7,8 @@ from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from pagedkv.prefix import KeySet, Link
-from pagedkv.token_ids import TokenIds
+from pagedkv.manager.hashing import KeySet, Link
+from pagedkv.manager.tokens import TokenIds
 
 NEVER = sys.maxsize
 Counts = tuple[int, ...]
@@ -54,7 +54,7 @@ class SequenceState:
     host: list[list[int]] | None = None
     fast_end: int = 0
     publish_at: int = NEVER
-    awaited: list[tuple[int, int]] = field(default_factory=list)
+    awaited: list[tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.detach()
@@ -73,6 +73,10 @@ class SequenceState:
     def num_known(self) -> int:
         """Leading tokens whose ids are known."""
         return len(self.tokens)
+
+    def num_hashable(self, computed: int) -> int:
+        """Those of `computed` tokens that have ids."""
+        return computed if self.all_known else min(computed, len(self.tokens))
 
     def extend(self, tokens: array[int] | int) -> None:
         """Adds tokens by id, or by count; ids behind unknown ones stay unknown."""

@@ -40,14 +40,15 @@ class GroupSpec:
 class Group:
     """A spec with its block size settled and its arithmetic."""
 
-    __slots__ = ("block_size", "chunks_per_block", "is_full", "kind", "window")
+    __slots__ = ("block_size", "chunks_per_block", "is_full", "kind", "suffix", "window")
 
-    def __init__(self, spec: GroupSpec, block_size: int) -> None:
+    def __init__(self, spec: GroupSpec, block_size: int, number: int = 0) -> None:
         self.kind = spec.kind
         self.window = spec.window or 0
         self.is_full = spec.kind == "full"
         self.block_size = spec.block_size or block_size
         self.chunks_per_block = 1  # hash chunks, set by resolve_groups
+        self.suffix = number.to_bytes(4, "little") if number else b""  # of its hashes, which groups share otherwise
 
     def first_visible(self, position: int) -> int:
         """The first position that a query at `position`, or at any later one, sees."""
@@ -84,7 +85,7 @@ def resolve_groups(specs: Any, block_size: int) -> tuple[list[Group], int, int]:
     for spec in specs:
         if not isinstance(spec, GroupSpec):
             raise refused("groups", "GroupSpecs", spec)
-    groups = [Group(spec, block_size) for spec in specs]
+    groups = [Group(spec, block_size, number) for number, spec in enumerate(specs)]
     sizes = [group.block_size for group in groups]
     chunk = math.gcd(*sizes)
     for group in groups:

@@ -1,0 +1,288 @@
+"""Physical blocks: a free queue, reference counts, pins and twins. Ids in, ids out; what blocks hold is the index's.
+
+State lies in flat arrays indexed by block id, each seen twice: through `array.array` for single entries (a list's
+speed) and through numpy for whole tables (0.2 us for 128 entries; int32 indices would take 4x longer).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.errors import IntegrityError, OutOfBlocksError, integer
+
+Ids = npt.NDArray[np.int64]
+NULL_BLOCK = 0
+MAX_BLOCKS = 2**31  # block tables hold 32-bit ids
+# Flags of a block, so that one gather tells whether a table can be given back in bulk.
+HASHED, SHARED, TWIN, PINNED = 1, 2, 4, 8
+# Below this many ids a Python loop is faster than the fixed cost of numpy calls.
+_BULK = 12
+
+
+class Blocks:
+    """`num_blocks` blocks, block 0 being the null block, which is never handed out.
+
+    A block is free exactly when its reference count is 0 and nothing pins it; it keeps its hash, and can be hit, until
+    it is handed out again. The free queue is a doubly linked list with its ends at entry 0: blocks without a hash join
+    it at the front, blocks with one at the back. Of blocks with equal hashes and contents (twins) the back keeps one: a
+    freed one joins the front, and another that is free counts as just used. Fresh blocks come as 1, 2, 3, ...
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = integer("num_blocks", num_blocks, 2, " (one is the null block)", maximum=MAX_BLOCKS)
+        self.start_afresh()
+
+    def start_afresh(self) -> None:
+        """Every block is free and carries no hash."""
+        n = self.num_blocks
+        self.refs = array("q", bytes(8 * n))
+        self.flags = bytearray(n)
+        self.pins: dict[int, int] = {}
+        self.twins: dict[int, list[int]] = {}  # one list for all of a kind; its first one is to stay
+        self._next = array("q", [*range(1, n), 0])
+        self._prev = array("q", [n - 1, *range(n - 1)])
+        self.num_free = n - 1
+        self._view()
+
+    def _view(self) -> None:
+        self.refs_np: Ids = np.frombuffer(self.refs, np.int64)
+        self.flags_np = np.frombuffer(self.flags, np.uint8)
+        self._next_np: Ids = np.frombuffer(self._next, np.int64)
+        self._prev_np: Ids = np.frombuffer(self._prev, np.int64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if not name.endswith("_np")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._view()  # of its own arrays
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_blocks - 1
+
+    # The free queue.
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._prev[block], self._next[block]
+        self._next[before] = after
+        self._prev[after] = before
+        self.num_free -= 1
+
+    def _insert(self, block: int, before: int, after: int) -> None:
+        self._prev[block], self._next[block] = before, after
+        self._next[before] = self._prev[after] = block
+        self.num_free += 1
+
+    def _link(self, block: int) -> None:
+        """Puts a free block where its hash says: at the back with one, at the front without or if a twin stays."""
+        flags = self.flags[block]
+        if flags & TWIN:
+            self._keep_twin(block)
+        if flags == HASHED:
+            self._insert(block, self._prev[0], 0)
+        else:
+            self._insert(block, 0, self._next[0])
+
+    def _keep_twin(self, block: int) -> None:
+        twins = self.twins[block]
+        if twins[-1] != block:
+            twins.remove(block)
+            twins.append(block)
+        kept = twins[0]
+        if self.is_free(kept):
+            self._unlink(kept)
+            self._insert(kept, self._prev[0], 0)
+
+    def is_free(self, block: int) -> bool:
+        return self.refs[block] == 0 and block not in self.pins
+
+    def requeue(self, block: int) -> None:
+        """Puts a block, if it is free, where its flags of now say."""
+        if self.is_free(block):
+            self._unlink(block)
+            self._link(block)
+
+    # Handing out and taking back.
+
+    def take(self, count: int) -> tuple[list[int], list[int]]:
+        """The first `count` blocks, with one reference each; and those of them that carry hashes, for the index."""
+        if count > self.num_free:
+            raise OutOfBlocksError(f"{count} blocks asked for, {self.num_free} are free")
+        taken: list[int] = []
+        hashed: list[int] = []
+        if count == 0:
+            return taken, hashed
+        following, refs, flags = self._next, self.refs, self.flags
+        block = following[0]
+        for _ in range(count):
+            refs[block] = 1
+            if flags[block]:
+                hashed.append(block)
+            taken.append(block)
+            block = following[block]
+        following[0] = block
+        self._prev[block] = 0
+        self.num_free -= count
+        return taken, hashed
+
+    def acquire(self, block_ids: Sequence[int] | array[int]) -> None:
+        """A reference more for each block, free ones included; null blocks and the negative ids of blocks to come are
+        skipped. An array must name distinct blocks."""
+        if isinstance(block_ids, array) and len(block_ids) >= _BULK:
+            blocks = _real(block_ids)
+            counts = self.refs_np[blocks]
+            if counts.all():
+                self.refs_np[blocks] = counts + 1
+                self.flags_np[blocks] |= SHARED
+                return
+        refs, flags = self.refs, self.flags
+        for block in block_ids:
+            if block > 0:
+                count = refs[block]
+                if count:
+                    flags[block] |= SHARED
+                elif not flags[block] & PINNED:
+                    self._unlink(block)
+                refs[block] = count + 1
+
+    def release_one(self, block: int) -> None:
+        left = self.refs[block] - 1
+        self.refs[block] = left
+        if left == 1:
+            self.flags[block] &= ~SHARED
+        elif left == 0 and not self.flags[block] & PINNED:
+            self._link(block)
+
+    def release(self, blocks: Ids) -> None:
+        """A reference less for each of these distinct non-null blocks, the last of which is reused first."""
+        if len(blocks) < _BULK or self.pins:
+            for block in reversed(blocks.tolist()):
+                self.release_one(block)
+            return
+        flags = self.flags_np[blocks]
+        values = flags.tobytes()
+        num_hashed = values.count(HASHED)
+        if num_hashed + values.count(0) < len(blocks):
+            for block in blocks[flags >= TWIN][::-1].tolist():
+                self.release_one(block)
+            shared = blocks[(flags >= SHARED) & (flags < TWIN)]
+            counts = self.refs_np[shared] - 1
+            self.refs_np[shared] = counts
+            self.flags_np[shared[counts == 1]] &= HASHED
+            blocks, flags = blocks[flags < SHARED], flags[flags < SHARED]
+        self._release_sole(blocks, flags, num_hashed)
+
+    def _release_sole(self, blocks: Ids, flags: npt.NDArray[np.uint8], num_hashed: int) -> None:
+        """Blocks of one owner that nothing pins, in bulk."""
+        self.refs_np[blocks] = 0
+        if num_hashed < len(blocks):
+            if flags[:num_hashed].all():  # as in a table whose last blocks are not full
+                front, blocks = blocks[num_hashed:], blocks[:num_hashed]
+            else:
+                front, blocks = blocks[flags == 0], blocks[flags == HASHED]
+            for block in reversed(front.tolist()):
+                self._link(block)
+        if num_hashed == 0:
+            return
+        # from the last to the first: the tail of the sequence is reused first
+        first, last, before = int(blocks[-1]), int(blocks[0]), self._prev[0]
+        self._next_np[blocks[1:]] = blocks[:-1]
+        self._prev_np[blocks[:-1]] = blocks[1:]
+        self._next[before], self._prev[first] = first, before
+        self._next[last], self._prev[0] = 0, last
+        self.num_free += num_hashed
+
+    def num_taken_from_free(self, block_ids: array[int]) -> int:
+        """How many blocks of a table `acquire` would take out of the free queue."""
+        blocks = _real(block_ids)
+        return int(np.count_nonzero((self.refs_np[blocks] == 0) & (self.flags_np[blocks] < PINNED)))
+
+    # Pins: a pinned block is neither free nor handed out, whatever its reference count.
+
+    def pin(self, block: int) -> None:
+        if self.is_free(block):
+            self._unlink(block)
+        self.pins[block] = self.pins.get(block, 0) + 1
+        self.flags[block] |= PINNED
+
+    def unpin(self, block: int) -> None:
+        left = self.pins[block] - 1
+        if left:
+            self.pins[block] = left
+            return
+        del self.pins[block]
+        self.flags[block] &= ~PINNED
+        if self.refs[block] == 0:
+            self._link(block)
+
+    # What the index says of a block.
+
+    def is_hashed(self, block: int) -> bool:
+        return bool(self.flags[block] & HASHED)
+
+    def join_twins(self, block: int, other: int) -> None:
+        """`block` carries what `other` and its twins carry."""
+        twins = self.twins.setdefault(other, [other])
+        twins.append(block)
+        self.twins[block] = twins
+        self.flags[block] |= TWIN
+        self.flags[other] |= TWIN
+
+    def forget_hash(self, block: int) -> None:
+        self.flags[block] &= ~HASHED
+        if self.flags[block] & TWIN:
+            twins = self.twins.pop(block)
+            twins.remove(block)
+            self.flags[block] &= ~TWIN
+            if len(twins) == 1:
+                del self.twins[twins[0]]
+                self.flags[twins[0]] &= ~TWIN
+
+    # Checks.
+
+    def free_ids(self) -> list[int]:
+        """The free queue in the order of reuse."""
+        order: list[int] = []
+        block = self._next[0]
+        while block and len(order) <= self.num_blocks:
+            order.append(block)
+            block = self._next[block]
+        return order
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless queue, counts, pins and flags agree."""
+        order = np.array(self.free_ids(), np.int64)
+        queued = np.zeros(self.num_blocks, bool)
+        queued[order] = True
+        free = self.refs_np == 0
+        free[[0, *self.pins]] = False
+        require(len(order) == self.num_free == np.count_nonzero(queued), "the free queue repeats or loses a block")
+        require(bool((queued == free).all()), "the free queue and the reference counts disagree")
+        require(
+            bool((self.refs_np >= 0).all()) and self.refs[0] == 0, "a reference count is negative, or counts block 0"
+        )
+        before = np.concatenate((np.zeros(1, np.int64), order))
+        after = np.concatenate((order, np.zeros(1, np.int64)))
+        require(bool((self._prev_np[after] == before).all()), "the free queue's two directions disagree")
+        require(all(count > 0 for count in self.pins.values()), "a pin count is not positive")
+        require(bool(((self.flags_np & SHARED != 0) == (self.refs_np > 1)).all()), "shared flags and counts disagree")
+        for flag, held in ((PINNED, self.pins), (TWIN, self.twins)):
+            require(sorted(held) == np.flatnonzero(self.flags_np & flag).tolist(), "flags of pins or twins disagree")
+        require(all(len(t) > 1 and t.count(b) == 1 for b, t in self.twins.items()), "twins lose a block")
+
+
+def _real(table: array[int]) -> Ids:
+    blocks: Ids = np.array(table, np.int64)
+    return blocks[blocks > 0]
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises IntegrityError unless the condition holds."""
+    if not condition:
+        raise IntegrityError(message)

@@ -1,0 +1,165 @@
+"""BlockPool: blocks and their hashes behind checks, for people with a manager of their own."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pagedkv.errors import BlockReferenceError, UnknownBlockError, integer
+from pagedkv.manager.blocks import Blocks
+from pagedkv.manager.index import PrefixIndex
+
+
+class BlockPool:
+    """`num_blocks` reference-counted blocks, block 0 being the null block, which is never handed out or published.
+
+    Free blocks keep their hashes until they are reused: those without one go first (last freed, first reused), then
+    those with one (least recently used first). A freed block whose hash another block carries too is among the first.
+
+    Methods that take ids check them first: `UnknownBlockError`, `BlockReferenceError` and `OutOfBlocksError` leave the
+    pool as it was.
+
+    >>> pool = BlockPool(4)
+    >>> first, second = pool.get_new_blocks(2)
+    >>> pool.publish(first, b"hash of what it holds")
+    >>> pool.free_blocks([second, first])
+    >>> pool.cached_block(b"hash of what it holds"), pool.num_free
+    (1, 3)
+    """
+
+    def __init__(self, num_blocks: int, *, record_events: bool = False) -> None:
+        self.blocks = Blocks(num_blocks)
+        self.index = PrefixIndex(self.blocks, record_events=record_events)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks, the null block included."""
+        return self.blocks.num_blocks
+
+    @property
+    def num_usable(self) -> int:
+        return self.blocks.num_usable
+
+    @property
+    def num_free(self) -> int:
+        return self.blocks.num_free
+
+    @property
+    def num_published(self) -> int:
+        return self.index.num_published
+
+    @property
+    def num_evictions(self) -> int:
+        """Hashes that died with the reuse of their block, or by `evict`."""
+        return self.index.num_evictions
+
+    @property
+    def refs(self) -> array[int]:
+        """Reference counts by block, to be read."""
+        return self.blocks.refs
+
+    @property
+    def contents(self) -> Sequence[Any]:
+        """What was published with each block, to be read."""
+        return self.index.contents
+
+    def __repr__(self) -> str:
+        used = self.num_usable - self.num_free
+        return f"BlockPool({used} of {self.num_usable} blocks used, {self.num_published} published)"
+
+    def get_new_blocks(self, count: int) -> list[int]:
+        """Hands out `count` blocks with one reference each; the hashes they carried die."""
+        return self.take(integer("count", count, 0))
+
+    def take(self, count: int) -> list[int]:
+        """`get_new_blocks` of a count that was checked."""
+        taken, hashed = self.blocks.take(count)
+        if hashed:
+            self.index.forget(hashed)
+            self.index.num_evictions += len(hashed)
+        return taken
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        """Adds a reference to each block, taking free ones out of the queue."""
+        self.blocks.acquire(self._checked(block_ids))
+
+    def free_blocks(self, block_ids: Sequence[int]) -> None:
+        """Drops a reference per entry. Give a sequence's blocks tail first, so that its tail is evicted first."""
+        blocks = self._checked(block_ids)
+        for block, times in Counter(blocks).items():
+            if times > self.refs[block]:
+                raise BlockReferenceError(
+                    f"block {block} is freed {times} times but referenced {self.refs[block]} times"
+                )
+        for block in blocks:
+            self.blocks.release_one(block)
+
+    def publish(
+        self,
+        block_id: int,
+        block_hash: bytes,
+        content: Any = None,
+        *,
+        parent: bytes | None = None,
+        tokens: Sequence[int] = (),
+    ) -> None:
+        """Lets a referenced, completely written block be found by its hash. Equal blocks are all kept.
+
+        content: what was hashed, kept in `contents` for a comparison on hits; parent, tokens: for the event alone.
+        """
+        (block,) = self._checked((block_id,))
+        if self.refs[block] == 0:
+            raise BlockReferenceError(f"block {block} is free and can not be published")
+        if self.is_published(block):
+            if self.index.hashes[block] == block_hash:
+                return
+            raise BlockReferenceError(f"block {block} is published under another hash")
+        if self.index.put(block, block_hash, content) and self.index.events is not None:
+            self.index.events.append(("stored", block_hash, parent, tuple(tokens)))
+
+    def cached_block(self, block_hash: bytes) -> int | None:
+        """A block that carries the hash, one in use before a free one; None if there is none."""
+        return next(iter(self.index.carriers(block_hash)), None)
+
+    def is_published(self, block: int) -> bool:
+        return self.blocks.is_hashed(block)
+
+    def evict(self, block_ids: Sequence[int]) -> None:
+        """Makes blocks forget their hashes; free ones among them are reused first from now on."""
+        for block in self._checked(block_ids):
+            if self.is_published(block):
+                twins = self.blocks.twins.get(block, ())
+                self.index.forget((block,))
+                self.index.num_evictions += 1
+                for changed in (block, *twins) if len(twins) == 1 else (block,):
+                    self.blocks.requeue(changed)
+
+    def reset(self) -> bool:
+        """Forgets every hash; False, and nothing changes, while a block is referenced or pinned."""
+        if self.num_free != self.num_usable:
+            return False
+        self.index.clear()
+        return True
+
+    def take_events(self) -> list[tuple[Any, ...]]:
+        """("stored", hash, parent, tokens), ("removed", hash), ("cleared",) since the last call, in order."""
+        return self.index.take_events()
+
+    def _checked(self, block_ids: Iterable[int]) -> list[int]:
+        blocks = []
+        for block in block_ids:
+            if not hasattr(block, "__index__") or not 0 < block < self.num_blocks:
+                raise UnknownBlockError(f"block id: expected 1..{self.num_blocks - 1}, got {block!r}")
+            blocks.append(int(block))
+        return blocks
+
+    def free_ids(self) -> list[int]:
+        """The free queue in the order of reuse."""
+        return self.blocks.free_ids()
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless queue, counts, pins and hashes agree."""
+        self.blocks.check_integrity()
+        self.index.check_integrity()
