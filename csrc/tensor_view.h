@@ -46,11 +46,6 @@ std::string dtype_name(int32_t dtype);
 std::string device_name(const Tensor& tensor);
 bool is_cpu(const Tensor& tensor);
 
-// Too little memory; the op's name is added where it is known (library.cpp).
-struct OutOfMemory {
-  int64_t bytes;
-};
-
 // A contiguous tensor on the CPU with undefined contents.
 Tensor empty_cpu(const int64_t* sizes, int64_t dim, int32_t dtype);
 char* data_of(const Tensor& tensor);

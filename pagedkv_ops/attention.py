@@ -67,6 +67,7 @@ def paged_attention(
     Raises:
         RuntimeError: a shape, type, device or option does not fit; on CPU also a length or block id out of range.
 
+    >>> import torch
     >>> values = torch.arange(8.0).view(2, 4, 1, 1).expand(2, 4, 1, 2).contiguous()  # 2 blocks of 4 tokens
     >>> query, keys = torch.zeros(1, 1, 2), torch.zeros(2, 4, 1, 2)
     >>> table, seq_lens = torch.tensor([[1, 0]]), torch.tensor([8])  # tokens 4, 5, 6, 7, 0, 1, 2, 3
@@ -123,6 +124,7 @@ def paged_attention_with_lse(
     Raises:
         RuntimeError: as :func:`paged_attention` does.
 
+    >>> import torch
     >>> caches, table = torch.zeros(2, 2, 4, 1, 2), torch.tensor([[1, 0]])
     >>> out, lse = paged_attention_with_lse(torch.zeros(1, 1, 2), *caches, table, torch.tensor([6]))
     >>> lse.exp().round().tolist()  # six keys of logit 0
@@ -168,6 +170,7 @@ def paged_attention_append(
     Raises:
         RuntimeError: as the two ops do.
 
+    >>> import torch
     >>> key_cache, value_cache = torch.zeros(2, 2, 4, 1, 2)
     >>> token, table = torch.ones(1, 1, 2), torch.tensor([[1]])
     >>> for position in range(3):  # three decode steps in block 1

@@ -23,6 +23,7 @@ def copy_blocks(caches: list[Tensor], block_mapping: Tensor) -> None:
     Raises:
         RuntimeError: a shape or device does not fit; on CPU also an id out of range or a repeated destination.
 
+    >>> import torch
     >>> cache = torch.tensor([1.0, 2.0, 3.0])
     >>> copy_blocks([cache], torch.tensor([[0, 1], [1, 2]]))
     >>> cache.tolist()
@@ -42,6 +43,7 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     Raises:
         RuntimeError: a shape or type does not fit, an id is out of range, or a destination is repeated.
 
+    >>> import torch
     >>> device, host = torch.tensor([1.0, 2.0, 3.0]), torch.zeros(2)
     >>> swap_blocks(device, host, torch.tensor([[2, 0], [0, 1]]))
     >>> host.tolist()
@@ -65,6 +67,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int
     Raises:
         RuntimeError: a shape, type or device does not fit; on CPU also a length or block id out of range.
 
+    >>> import torch
     >>> cache = torch.arange(8.0).view(2, 4, 1, 1)
     >>> gather_kv(cache, torch.tensor([[1, 0]]), torch.tensor([5]), 6).flatten().tolist()
     [4.0, 5.0, 6.0, 7.0, 0.0, 0.0]

@@ -26,6 +26,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     Raises:
         RuntimeError: a shape, type or device does not fit.
 
+    >>> import torch
     >>> three, one = torch.tensor([[3.0]]).log(), torch.tensor([[1.0]]).log()  # denominators of three keys and of one
     >>> out, lse = merge_states(torch.full((1, 1, 2), 4.0), three, torch.full((1, 1, 2), 8.0), one)
     >>> [round(x, 4) for x in (*out.flatten().tolist(), lse.exp().item())]

@@ -45,6 +45,7 @@ def write_kv(
         RuntimeError: a shape, type or device does not fit; on CPU also a slot that is not below
             num_blocks * block_size. Nothing has been written then.
 
+    >>> import torch
     >>> key_cache, value_cache = torch.zeros(2, 3, 4, 1, 1)  # 3 blocks of 4 slots each
     >>> tokens = torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1)
     >>> write_kv(tokens, tokens, key_cache, value_cache, torch.tensor([5, -1, 11]))

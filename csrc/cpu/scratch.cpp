@@ -1,8 +1,8 @@
 #include "scratch.h"
 
+#include <initializer_list>
 #include <new>
 
-#include "../tensor_view.h"
 #include "attention_args.h"
 
 namespace pagedkv {

@@ -37,6 +37,11 @@ struct DTypeOf<BFloat16> {
 
 PAGEDKV_INLINE int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
+// Too little memory; the op's name is added where it is known (library.cpp).
+struct OutOfMemory {
+  int64_t bytes;
+};
+
 // Calls f.template operator()<T>() with the element type of dtype.
 template <typename F>
 PAGEDKV_INLINE void with_dtype(DType dtype, const F& f) {

@@ -36,11 +36,10 @@ struct Sequence {
   std::vector<char> value_cache = std::vector<char>(slots() * c.kv_heads * c.value_head_size * size(), '\xff');
   std::vector<char> out = std::vector<char>(c.query_length * c.heads * c.value_head_size * size());
   std::vector<float> lse = std::vector<float>(c.query_length * c.heads);
-  std::vector<int32_t> blocks, seq_lens = {static_cast<int32_t>(c.seq_len)};
-  std::vector<int64_t> bounds = {0, c.query_length}, slot_mapping;
+  std::vector<int64_t> blocks, bounds = {0, c.query_length}, slot_mapping;
 
   explicit Sequence(const Case& of) : c(of) {
-    for (int64_t i = 0; i < num_blocks; ++i) blocks.push_back(static_cast<int32_t>(num_blocks - i));
+    for (int64_t i = 0; i < num_blocks; ++i) blocks.push_back(num_blocks - i);
     for (int64_t t = 0; t < c.seq_len; ++t)
       slot_mapping.push_back(blocks[t / c.block_size] * c.block_size + t % c.block_size);
   }
@@ -59,7 +58,7 @@ struct Sequence {
     const int64_t slot = 0, n = static_cast<int64_t>(from.size());
     const WriteSource source{reinterpret_cast<const char*>(from.data()), DType::kFloat32, n, n, n};
     const CacheView cache{to.data(), n, n, n};
-    table.write_tokens({source, source, cache, cache, c.dtype, {&slot, 1, true}, 1, 1, false}, 0, 1);
+    table.write_tokens({source, source, cache, cache, c.dtype, &slot, 1, 1, false}, 0, 1);
     return to;
   }
   CacheView view(const std::vector<char>& cache, int64_t row) const {
@@ -69,16 +68,10 @@ struct Sequence {
     const auto source = [&](const std::vector<char>& from, int64_t row) {
       return WriteSource{from.data(), c.dtype, c.kv_heads * row, row, row};
     };
-    table.write_tokens({source(stored_key, c.head_size),
-                        source(stored_value, c.value_head_size),
-                        view(key_cache, c.head_size),
-                        view(value_cache, c.value_head_size),
-                        c.dtype,
-                        {slot_mapping.data(), 1, true},
-                        c.block_size,
-                        c.kv_heads,
-                        false},
-                       0, c.seq_len);
+    table.write_tokens(
+        {source(stored_key, c.head_size), source(stored_value, c.value_head_size), view(key_cache, c.head_size),
+         view(value_cache, c.value_head_size), c.dtype, slot_mapping.data(), c.block_size, c.kv_heads, false},
+        0, c.seq_len);
   }
   AttentionArgs args() {
     AttentionArgs a;
@@ -90,10 +83,10 @@ struct Sequence {
     a.key = view(key_cache, c.head_size);
     a.value = view(value_cache, c.value_head_size);
     a.query_dtype = a.cache_dtype = c.dtype;
-    a.block_table = {blocks.data(), 1, false};
-    a.table_row_stride = a.table_width = num_blocks;
-    a.seq_lens = {seq_lens.data(), 1, false};
-    a.cu_seqlens_q = {bounds.data(), 1, true};
+    a.blocks = blocks.data();
+    a.row_starts = bounds.data();
+    a.seq_lens = &c.seq_len;
+    a.cu_seqlens_q = bounds.data();
     a.num_tokens = c.query_length;
     a.num_seqs = 1;
     a.num_heads = c.heads;
@@ -101,7 +94,6 @@ struct Sequence {
     a.head_size = c.head_size;
     a.value_head_size = c.value_head_size;
     a.block_size = c.block_size;
-    a.num_blocks = num_blocks + 1;
     a.scale = 0.25f;
     a.softcap = c.softcap;
     a.causal = c.causal;
