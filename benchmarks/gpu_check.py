@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import traceback
 from pathlib import Path
 
 SECONDS = {"right": 290.0, "figures": 350.0, "tune": 470.0, "profile": 290.0}
@@ -41,7 +42,7 @@ def work(options: argparse.Namespace) -> int:
     """The part itself, in a process that ``supervise`` watches."""
     import torch
     from gpu import device
-    from gpu.report import Report
+    from gpu.report import Report, described
     from gpu.supervisor import LOST
 
     if not device.REHEARSAL and not torch.cuda.is_available():
@@ -49,8 +50,12 @@ def work(options: argparse.Namespace) -> int:
         return 2
     device.prepare()
     report = Report(options.out / f"{options.part}.json", options.deadline, options.only)
-    if importlib.import_module(f"gpu.{_MODULES[options.part]}").run(report, options.out) is False:
-        return LOST
+    try:
+        if importlib.import_module(f"gpu.{_MODULES[options.part]}").run(report, options.out) is False:
+            return LOST
+    except Exception as error:  # of a part itself; its steps catch their own
+        traceback.print_exc()
+        report.add("part", {"error": described(error)})
     report.write()
     found = report.failures()
     print("\n".join(found) or "all results right", flush=True)

@@ -19,7 +19,6 @@ from . import parallel
 from .device import REHEARSAL
 from .supervisor import ROOT
 
-_FILES = ("attention", "append", "ops", "device")  # the others need no device, and pass without one
 _RESULT = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", re.MULTILINE)
 # without the project's options and settings: the plugins that they name may be missing on a borrowed machine
 _BARE = ("-o", "addopts=", "--noconftest", "-p", "tests.triton.conftest", "-p", "no:cacheprovider", "-W", "ignore")
@@ -31,6 +30,13 @@ def _pytest(*arguments: str) -> list[str]:
 
 def _environment() -> dict[str, str]:
     return os.environ | {"PAGEDKV_TEST_DEVICE": "cpu" if REHEARSAL else "cuda", "PYTHONWARNINGS": "ignore"}
+
+
+def files() -> list[str]:
+    """Those whose tests call kernels on the device, or need one; the others pass without."""
+    texts = {path: path.read_text() for path in sorted((ROOT / "tests" / "triton").glob("test_*.py"))}
+    marks = ("(kernels: Kernels", "needs a CUDA device")
+    return [str(path.relative_to(ROOT)) for path, text in texts.items() if any(mark in text for mark in marks)]
 
 
 def collect(files: list[str], only: str) -> list[str]:
@@ -51,8 +57,7 @@ def run(deadline: float, log: Path, only: str = "") -> dict[str, Any]:
     """
     if importlib.util.find_spec("pytest") is None:
         return {"skipped": "pytest is not installed"}
-    names = [f"tests/triton/test_{name}.py" for name in _FILES]
-    tests = collect([name for name in names if (ROOT / name).exists()], only)
+    tests = collect(files(), only)
     count = min(parallel.workers(), len(tests))
     with tempfile.TemporaryDirectory() as directory:
         shards = [_start(Path(directory) / str(i), tests[i::count]) for i in range(count)]

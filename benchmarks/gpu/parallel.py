@@ -111,7 +111,10 @@ def run(
         if worker is not None:
             worker.close()
 
-    for _ in range(min(count or workers(), len(calls))):
-        threading.Thread(target=serve, daemon=True).start()
+    threads = [threading.Thread(target=serve, daemon=True) for _ in range(min(count or workers(), len(calls)))]
+    for thread in threads:
+        thread.start()
     for _ in calls:
         yield done.get()
+    for thread in threads:  # no worker holds on to the device while something is timed
+        thread.join()

@@ -53,8 +53,9 @@ def supervise(command: list[str], path: Path, seconds: float, rehearsal: bool) -
             status = child.wait(timeout=max(end - time.time(), 0.1))
         except subprocess.TimeoutExpired:
             status = None
-        _end_session(child)
-        if status in (0, 1, 2):
+        finally:
+            _end_session(child)
+        if status == 2 or (status in (0, 1) and path.exists()):
             return status
         report = Report(path, end)
         running = json.loads(path.read_text())[RUNNING] if path.exists() else "start"

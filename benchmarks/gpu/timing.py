@@ -51,15 +51,20 @@ def milliseconds(calls: Sequence[Call]) -> dict[str, Any]:
     for call in calls:
         call()  # compiles
     torch.cuda.synchronize()
-    estimate = min(_once(calls) for _ in range(1 if device.REHEARSAL else 3))
-    rounds = min(math.ceil(_REPLAY / max(estimate, 1e-3)), max(1, _MOST_CALLS // len(calls)))
-    sequence = [call for _ in range(rounds) for call in calls]
     record: dict[str, Any] = {"timed": "graph"}
+    sequence = list(calls)
     try:
         replay: Call = capture(sequence).replay
+        replay()
+        estimate = min(_once([replay]) for _ in range(1 if device.REHEARSAL else 3))
+        rounds = min(math.ceil(_REPLAY / max(estimate, 1e-3)), max(1, _MOST_CALLS // len(calls)))
+        if rounds > 1:
+            sequence = [call for _ in range(rounds) for call in calls]
+            replay = capture(sequence).replay
     except Exception as error:
         torch.cuda.synchronize()
         record["timed"] = f"eager: {type(error).__name__} in the capture"
+        estimate, rounds = _once(sequence), 1
 
         def replay() -> None:
             for call in sequence:

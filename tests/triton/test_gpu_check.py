@@ -223,6 +223,12 @@ def test_a_crash_costs_one_step(tmp_path: Path) -> None:
     assert set(steps) == {"a", "b", "c"}
 
 
+def test_a_part_that_does_not_start_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "part.json"
+    assert supervisor.supervise(["-c", "import missing_module"], path, 30, False) == 1
+    assert json.loads(path.read_text())["steps"] == {"start": {"error": "its process ended with status 1"}}
+
+
 def test_a_lost_device_costs_one_step(tmp_path: Path) -> None:
     steps = supervised(tmp_path, "Step('a', 1, fail), Step('b', 1, os.getpid and dict), Step('c', 1, dict, ('a',))")
     assert steps["a"]["error"] == "ValueError: no"
@@ -317,6 +323,12 @@ def test_red_and_unfinished_kernel_tests_are_told_apart() -> None:
     assert record["error"] == "1 of 2 kernel tests failed"
     assert "error" not in kernel_tests.summary(tests, ["t.py::a PASSED [ 50%]"])
     assert kernel_tests.summary(tests, [""])["error"] == "no test has run"
+
+
+def test_kernel_tests_are_those_that_use_a_device() -> None:
+    names = {Path(name).stem for name in kernel_tests.files()}
+    assert names >= {"test_attention", "test_append", "test_ops", "test_device"}
+    assert "test_launches" not in names
 
 
 def test_kernel_tests_need_pytest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
