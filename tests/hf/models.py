@@ -6,6 +6,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pagedkv.hf.methods import cache_argument
+
 SIZES = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -53,6 +55,16 @@ def tiny(family: str = "llama", seed: int = 0, **extra):
             elif parameter.dim() > 1:
                 parameter.mul_(4.0)
     return model
+
+
+def with_cache(model, cache):
+    """The cache as an argument: its name differs between releases."""
+    return {cache_argument(model): cache}
+
+
+def generate(model, inputs, **options):
+    """Ten greedy tokens, unless the options say otherwise."""
+    return model.generate(**inputs, **{"max_new_tokens": 10, "do_sample": False, **options})
 
 
 def ragged(lengths, seed: int = 0, side: str = "left", vocabulary: int = 128):

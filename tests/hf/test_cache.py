@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
-import re
 
 import pytest
 import torch
-from models import ragged, tiny
-from transformers import AutoConfig, AutoModelForCausalLM
+from models import ragged, tiny, with_cache
+from transformers import AutoModelForCausalLM
 
 import pagedkv
 import pagedkv.hf
-from pagedkv.errors import InvalidArgumentError
-from pagedkv.hf import Pool, masks
-
-
-def name_of(model):
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+from pagedkv.hf import masks
 
 
 def forward(model, cache, ids, mask=None):
     with torch.no_grad():
-        return model(input_ids=ids, attention_mask=mask, use_cache=True, **{name_of(model): cache}).logits
+        return model(input_ids=ids, attention_mask=mask, use_cache=True, **with_cache(model, cache)).logits
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
@@ -40,7 +33,7 @@ def test_attn_implementation(family, entry):
     else:
         model.set_attn_implementation("pagedkv")
     cache = pagedkv.PagedCache(model.config, num_blocks=64, block_size=4)
-    out = model.generate(**inputs, max_new_tokens=12, do_sample=False, **{name_of(model): cache})
+    out = model.generate(**inputs, max_new_tokens=12, do_sample=False, **with_cache(model, cache))
     assert torch.equal(out, expected)
     assert pagedkv.hf.support.modes(cache) == ["paged"] * 3
     assert cache.pool.used_blocks > 0
@@ -66,7 +59,7 @@ def test_left_padding_stores_real_tokens_only():
     cache = pagedkv.PagedCache(model.config, num_blocks=16, block_size=4)
     positions = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
     with torch.no_grad():
-        logits = model(**inputs, position_ids=positions, **{name_of(model): cache}).logits
+        logits = model(**inputs, position_ids=positions, **with_cache(model, cache)).logits
     assert [len(ids) for ids in cache.block_ids()] == [1, 2]
     assert cache.get_seq_length() == 5
     step = cache.state.step(0, torch.device("cpu"))
@@ -88,7 +81,7 @@ def test_padding_inside_rows_equals_each_row_alone():
     model.set_attn_implementation("pagedkv")
     cache = pagedkv.PagedCache(model.config, num_blocks=32, block_size=4)
     with torch.no_grad():
-        logits = model(ids, attention_mask=mask, position_ids=positions, **{name_of(model): cache}).logits
+        logits = model(ids, attention_mask=mask, position_ids=positions, **with_cache(model, cache)).logits
     model.set_attn_implementation("eager")
     for row in range(2):
         with torch.no_grad():
@@ -175,49 +168,3 @@ def test_mask_that_does_not_continue_is_an_error():
         forward(model, cache, inputs["input_ids"], torch.ones(2, 10, dtype=torch.long))
     with pytest.raises(ValueError, match="batch must be 2"):
         forward(model, cache, inputs["input_ids"][:1])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"block_size": 0}, "block_size: expected at least 1, got 0"),
-        ({"block_size": "x"}, "block_size: expected an int, got 'x'"),
-        ({"block_size": 2**60, "num_blocks": 8}, f"block_size: expected at most {2**31 - 1}, got {2**60}"),
-        ({"num_blocks": 1}, "num_blocks: expected at least 2 (one is the null block), got 1"),
-        ({"num_blocks": 2**60}, f"num_blocks: expected at most {2**31}, got {2**60}"),
-        ({"num_blocks": 8, "memory": 0.5}, "num_blocks, memory: expected one of them, got (8, 0.5)"),
-        ({"memory": "x"}, "memory: expected an int of bytes or a fraction above 0 and up to 1, got 'x'"),
-        ({"kv_dtype": "x"}, "kv_dtype: expected None, torch.float32, torch.float16 or torch.bfloat16, got 'x'"),
-        (
-            {"kv_dtype": torch.int8},
-            "kv_dtype: expected None, torch.float32, torch.float16 or torch.bfloat16, got torch.int8",
-        ),
-        ({"pool": "x"}, "pool: expected a pagedkv.hf.Pool or None, got 'x'"),
-    ],
-    ids=str,
-)
-def test_settings_are_refused_by_name(settings, message):
-    with pytest.raises(InvalidArgumentError, match=f"^{re.escape(message)}$"):
-        pagedkv.PagedCache(tiny().config, **settings)
-
-
-@pytest.mark.parametrize(
-    "settings", [{"num_blocks": 8}, {"memory": 0.5}, {"kv_dtype": torch.float16}, {"block_size": 8}]
-)
-def test_a_shared_pool_excludes_settings(settings):
-    pool = Pool(8, 4)
-    with pytest.raises(InvalidArgumentError, match=f"^pool, {next(iter(settings))}: expected one of them, got "):
-        pagedkv.PagedCache(tiny().config, pool=pool, **settings)
-    assert pagedkv.PagedCache(tiny().config, pool=pool, block_size=4).pool is pool
-
-
-@pytest.mark.parametrize("settings", [{"kv_dtype": torch.int8}, {"block_size": "x"}, {"num_blocks": None}])
-def test_settings_of_a_pool_are_refused_by_name(settings):
-    with pytest.raises(InvalidArgumentError, match=f"^{next(iter(settings))}: expected "):
-        Pool(**{"num_blocks": 8, "block_size": 4, **settings})
-
-
-def test_layers_that_cache_something_else_are_refused():
-    config = AutoConfig.for_model("deepseek_v32")
-    with pytest.raises(NotImplementedError, match=r"(indexed|sparse)_attention layers"):
-        pagedkv.PagedCache(config, num_blocks=4)

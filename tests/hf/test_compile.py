@@ -6,12 +6,10 @@ test goes through Inductor.
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 import torch._dynamo
-from models import ragged, tiny
+from models import ragged, tiny, with_cache
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
@@ -70,7 +68,6 @@ def test_explicit_cache_outside_generate(family, way):
     """The user's own decode loop: one graph of the prompt, one of every later step."""
     model = tiny(family)
     ids = torch.randint(2, 128, (2, 30), generator=torch.Generator().manual_seed(0))
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     with torch.no_grad():
         expected = model(ids).logits
     pagedkv.patch(model, num_blocks=64, block_size=4)
@@ -83,8 +80,8 @@ def test_explicit_cache_outside_generate(family, way):
         call = torch.compile(lambda ids, **kwargs: model(ids, **kwargs), backend="eager")
     cache = pagedkv.PagedCache(model.config, pool=pagedkv.pool(model))
     with torch.no_grad():
-        logits = [call(ids[:, :6], **{name: cache}).logits]
-        logits += [call(ids[:, i : i + 1], **{name: cache}).logits for i in range(6, 30)]
+        logits = [call(ids[:, :6], **with_cache(model, cache)).logits]
+        logits += [call(ids[:, i : i + 1], **with_cache(model, cache)).logits for i in range(6, 30)]
     torch.testing.assert_close(torch.cat(logits, 1), expected, atol=1e-4, rtol=0)
     assert pagedkv.pool(model).used_blocks > 0
     assert pagedkv.hf.support.modes(cache) == ["paged"] * 3
@@ -97,10 +94,9 @@ def test_a_cache_that_nobody_plans_for_is_refused_by_name():
     model = tiny("llama")
     model.set_attn_implementation("pagedkv")
     cache = pagedkv.PagedCache(model.config, num_blocks=16)
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad(), pytest.raises(torch._dynamo.exc.Unsupported, match=r"pagedkv.patch\(model\)"):
-        compiled(torch.tensor([[5, 6, 7]]), **{name: cache})
+        compiled(torch.tensor([[5, 6, 7]]), **with_cache(model, cache))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt_oss"])

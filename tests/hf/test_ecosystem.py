@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
-from models import SIZES, ragged, tiny
+from models import SIZES, generate, ragged, tiny, with_cache
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,10 +19,6 @@ import pagedkv.hf
 from pagedkv.hf import UnsupportedModelError
 
 OPTIONS = {"max_new_tokens": 10, "do_sample": False}
-
-
-def name_of(model):
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def words_tokenizer():
@@ -55,18 +49,18 @@ def test_pipeline(batch_size):
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_from_pretrained_with_an_explicit_cache(family, tmp_path):
     native, inputs = tiny(family), ragged([9, 4, 12])
-    expected = native.generate(**inputs, **OPTIONS)
+    expected = generate(native, inputs)
     native.save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="pagedkv").eval()
     cache = pagedkv.PagedCache(model.config, num_blocks=64, block_size=4)
-    assert torch.equal(model.generate(**inputs, **OPTIONS, **{name_of(model): cache}), expected)
+    assert torch.equal(generate(model, inputs, **with_cache(model, cache)), expected)
     assert cache.pool.used_blocks > 0
     assert pagedkv.hf.support.modes(cache) == ["paged"] * 3
     cache.reset()
 
     ids = torch.randint(2, 128, (2, 14))
     with torch.no_grad():
-        logits = [model(ids[:, columns], **{name_of(model): cache}).logits for columns in (slice(0, 9), slice(9, 14))]
+        logits = [model(ids[:, columns], **with_cache(model, cache)).logits for columns in (slice(0, 9), slice(9, 14))]
         torch.testing.assert_close(torch.cat(logits, 1), native(ids).logits, atol=1e-4, rtol=0)
     assert cache.pool.used_blocks == (8 if family == "llama" else 8 + 6)  # 14 tokens; past the window of 6 none
 
@@ -155,11 +149,11 @@ def test_device_map_over_one_device(tmp_path):
     inputs = ragged([9, 4])
     layers = {f"model.layers.{i}": "cpu" for i in range(3)}
     whole = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu", **layers}
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path).generate(**inputs, **OPTIONS, pad_token_id=0)
+    expected = generate(AutoModelForCausalLM.from_pretrained(tmp_path), inputs, pad_token_id=0)
     for device_map in ("cpu", "auto", whole):
         model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map)
         pagedkv.patch(model, num_blocks=64)
-        assert torch.equal(model.generate(**inputs, **OPTIONS, pad_token_id=0), expected)
+        assert torch.equal(generate(model, inputs, pad_token_id=0), expected)
         assert pagedkv.pool(model).peak_used_blocks > 0
 
 
@@ -194,9 +188,9 @@ def test_training(checkpointing):
     assert len(got) == len(expected) > 20
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert pagedkv.pool(model).peak_used_blocks == 0
-    generated = model.generate(**inputs, **OPTIONS)  # between two steps of training
+    generated = generate(model, inputs)  # between two steps of training
     assert pagedkv.pool(model).peak_used_blocks > 0
-    assert torch.equal(generated, pagedkv.unpatch(model).generate(**inputs, **OPTIONS))
+    assert torch.equal(generated, generate(pagedkv.unpatch(model), inputs))
 
 
 def test_lora_trains_switches_and_merges():
@@ -213,11 +207,11 @@ def test_lora_trains_switches_and_merges():
         results = gradients(model, inputs)
         for name in ("two", "one"):
             model.set_adapter(name)
-            results.append(model.generate(**inputs, **OPTIONS))
+            results.append(generate(model, inputs))
         with model.disable_adapter():
-            results.append(model.generate(**inputs, **OPTIONS))
+            results.append(generate(model, inputs))
         model.merge_adapter()
-        results.append(model.generate(**inputs, **OPTIONS))
+        results.append(generate(model, inputs))
         return results
 
     expected = outputs(build())

@@ -6,11 +6,10 @@ import copy
 
 import pytest
 import torch
-from models import EXTRA, ragged, tiny
+from models import EXTRA, ragged, tiny, with_cache
 
 import pagedkv
 from pagedkv import layer_modes
-from pagedkv.hf.methods import cache_argument
 
 
 def both(model, inputs, seed=0, **kwargs):
@@ -57,7 +56,7 @@ def test_softcap_and_sinks_reach_the_op():
             pagedkv.patch(model, block_size=4, num_blocks=64)
             assert layer_modes(model) == ["paged"] * 3
             cache = pagedkv.PagedCache(model.config, pool=pagedkv.pool(model))
-            logits = model(ids, **{cache_argument(model): cache}).logits
+            logits = model(ids, **with_cache(model, cache)).logits
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
         assert pagedkv.pool(model).used_blocks > 0
 

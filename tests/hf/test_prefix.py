@@ -6,9 +6,10 @@ import copy
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
+import models
 import pytest
 import torch
-from models import Computed, ragged, tiny
+from models import Computed, ragged, tiny, with_cache
 
 import pagedkv
 from pagedkv.hf.methods import ATTRIBUTE
@@ -53,8 +54,8 @@ def patch_of(model):
     return model.__dict__[ATTRIBUTE]
 
 
-def generate(model, inputs, **kwargs):
-    return model.generate(**inputs, **{"max_new_tokens": 3, "do_sample": False, **kwargs})
+def generate(model, inputs, **options):
+    return models.generate(model, inputs, **{"max_new_tokens": 3, **options})
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -148,12 +149,12 @@ def test_tokens_given_to_forward_after_generate_are_found_if_their_keys_are_ther
     asked = {"input_ids": torch.cat([given, tail], 1)}
     expected = generate(model, asked)
     patch(model)
-    name, cache = patch_of(model).cache_name, patch_of(model).new_cache(model)
+    cache = patch_of(model).new_cache(model)
     with interrupted(model.model.layers[-1], calls=6) if fails else nullcontext():
-        generate(model, inputs, max_new_tokens=6, **{name: cache})
+        generate(model, inputs, max_new_tokens=6, **with_cache(model, cache))
     with torch.no_grad():
         for token in tail[0]:
-            model(token.view(1, 1), **{name: cache})
+            model(token.view(1, 1), **with_cache(model, cache))
     with pytest.raises(ValueError, match="a forward failed") if fails else nullcontext():
         copy.deepcopy(cache).reset()
     cache.reset()

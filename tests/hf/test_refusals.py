@@ -8,17 +8,32 @@ import inspect
 import operator
 import re
 import resource
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from models import ragged, tiny
-from transformers import BartConfig, BartForConditionalGeneration, DynamicCache, T5Config, T5ForConditionalGeneration
+from models import ragged, tiny, with_cache
+from transformers import (
+    AutoConfig,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertModel,
+    DynamicCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.cache_utils import EncoderDecoderCache
 
 import pagedkv
 import pagedkv.hf
-from pagedkv.hf.methods import cache_argument
+from pagedkv.hf import Pool
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny("llama")
 
 
 def test_patch_and_pool_are_functions_and_pool_class_is_public():
@@ -75,7 +90,7 @@ def test_encoder_decoder_models(build):
 
     def generate(wrap):
         paged = pagedkv.PagedCache(model.config, num_blocks=64, block_size=4)
-        return model.generate(ids, **options, **{cache_argument(model): wrap(paged)}), paged
+        return model.generate(ids, **options, **with_cache(model, wrap(paged))), paged
 
     output, paged = generate(lambda paged: EncoderDecoderCache(paged, DynamicCache()))
     assert torch.equal(output, native)
@@ -88,9 +103,8 @@ def test_encoder_decoder_models(build):
 
 
 def _weights(model, inputs, cache=None):
-    arguments = {} if cache is None else {cache_argument(model): cache}
     with torch.no_grad():
-        return model(**inputs, output_attentions=True, **arguments).attentions
+        return model(**inputs, output_attentions=True, **with_cache(model, cache)).attentions
 
 
 def test_output_attentions_are_the_models_own_or_refused_by_name():
@@ -102,14 +116,13 @@ def test_output_attentions_are_the_models_own_or_refused_by_name():
         assert torch.equal(output.sequences, native.sequences)
         torch.testing.assert_close(output.attentions, native.attentions, atol=1e-5, rtol=0)
 
-    name = cache_argument(model)
     with pagedkv.patched(model, num_blocks=64):
         assert_native(model.generate(**inputs, **options))
         torch.testing.assert_close(_weights(model, inputs), forward)
         cache = pagedkv.PagedCache(model.config, pool=pagedkv.pool(model))
         for ask in (
             lambda: _weights(model, inputs, cache),
-            lambda: model.generate(**inputs, **options, **{name: cache}),
+            lambda: model.generate(**inputs, **options, **with_cache(model, cache)),
         ):
             with pytest.raises(NotImplementedError, match=r"attention that they do not give \(its weights"):
                 ask()
@@ -118,18 +131,114 @@ def test_output_attentions_are_the_models_own_or_refused_by_name():
         assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), native.sequences)
         model.config.output_attentions = False
     model.set_attn_implementation("pagedkv")
-    assert_native(model.generate(**inputs, **options, **{name: pagedkv.PagedCache(model.config, num_blocks=64)}))
+    assert_native(
+        model.generate(**inputs, **options, **with_cache(model, pagedkv.PagedCache(model.config, num_blocks=64)))
+    )
 
 
-def test_num_blocks_beyond_the_memory_are_refused_before_they_cost_any():
-    """Those that hold too much for any device at once, the others when a forward shows what a token takes."""
-    model = tiny("llama")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(pagedkv.InvalidArgumentError, match=r"^num_blocks=\d+: expected at most the \d+ bytes of cpu"):
-        pagedkv.PagedCache(model.config, num_blocks=2**30)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # 1 GiB
+def test_num_blocks_beyond_the_memory_are_named_when_a_forward_shows_what_a_token_takes():
     model = tiny("llama", num_key_value_heads=4, num_attention_heads=4, head_dim=4096)
     cache = pagedkv.PagedCache(model.config, num_blocks=200_000)
     model.set_attn_implementation("pagedkv")
     with pytest.raises(pagedkv.InvalidArgumentError, match=r"^num_blocks=200000: .* bytes in all$"):
-        model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, **{cache_argument(model): cache})
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, **with_cache(model, cache))
+
+
+_TYPES = "kv_dtype: expected None, torch.float32, torch.float16 or torch.bfloat16, got "
+_MEMORY = "memory: expected an int of bytes or a fraction above 0 and up to 1, got "
+# with numbers of five digits and more as N
+_SIZES = [
+    ({"block_size": 0}, "block_size: expected at least 1, got 0"),
+    ({"block_size": "x"}, "block_size: expected an int, got 'x'"),
+    ({"num_blocks": 1}, "num_blocks: expected at least 2 (one is the null block), got 1"),
+    ({"num_blocks": 3.5}, "num_blocks: expected an int, got 3.5"),
+    ({"num_blocks": True}, "num_blocks: expected an int, got True"),
+    ({"num_blocks": 8, "memory": 0.5}, "num_blocks, memory: expected one of them, got (8, 0.5)"),
+    ({"memory": "x"}, _MEMORY + "'x'"),
+    ({"memory": 0}, _MEMORY + "0"),
+    ({"memory": 1.5}, _MEMORY + "1.5"),
+    ({"memory": float("nan")}, _MEMORY + "nan"),
+    ({"memory": 2**44}, "memory: expected at most the N bytes of cpu, got N"),
+    ({"kv_dtype": "x"}, _TYPES + "'x'"),
+    ({"kv_dtype": torch.int8}, _TYPES + "torch.int8"),
+]
+_ROOM = "memory: expected room for two blocks of {} bytes (one is the null block), got 100"
+_TOO_MANY = "={}: expected at most the N bytes of cpu, got {} blocks of {} bytes, N bytes in all"
+_EITHER = "pool, {}: expected one of them, got (Pool(0 of 7 blocks of 4 tokens used, 0 of 0 bytes, windows [None]), {})"
+SETTINGS = {
+    "patch": [
+        *_SIZES,
+        ({"memory": 100}, _ROOM.format(12288)),
+        ({"block_size": 2**40}, "block_size" + _TOO_MANY.format("N", 2, "N")),
+        ({"num_blocks": 2**40}, "num_blocks" + _TOO_MANY.format("N", "N", "N")),
+        ({"prefix_caching": "yes"}, "prefix_caching: expected a bool, got 'yes'"),
+        ({"compile": "x"}, "compile: expected a bool or a dict of options of torch.compile, got 'x'"),
+        ({"compile": {"x": 1}}, "compile: expected a bool or a dict of options of torch.compile, got {'x': 1}"),
+    ],
+    "PagedCache": [
+        *_SIZES,
+        ({"block_size": 2**60, "num_blocks": 8}, "block_size: expected at most N, got N"),
+        ({"num_blocks": 2**30}, "num_blocks" + _TOO_MANY.format("N", "N", 1536)),
+        ({"num_blocks": 2**60}, "num_blocks: expected at most N, got N"),
+        ({"pool": "x"}, "pool: expected a pagedkv.hf.Pool or None, got 'x'"),
+        ({"pool": Pool(8, 4), "num_blocks": 8}, _EITHER.format("num_blocks", 8)),
+        ({"pool": Pool(8, 4), "memory": 0.5}, _EITHER.format("memory", 0.5)),
+        ({"pool": Pool(8, 4), "kv_dtype": torch.float16}, _EITHER.format("kv_dtype", "torch.float16")),
+        ({"pool": Pool(8, 4), "block_size": 8}, _EITHER.format("block_size", 8)),
+    ],
+    "Pool": [
+        ({"num_blocks": 8, "block_size": 4, "kv_dtype": torch.int8}, _TYPES + "torch.int8"),
+        ({"num_blocks": 8, "block_size": "x"}, "block_size: expected an int, got 'x'"),
+        ({"num_blocks": None, "block_size": 4}, "num_blocks: expected an int, got None"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "settings", "message"),
+    [(what, *row) for what, rows in SETTINGS.items() for row in rows],
+    ids=lambda value: None if isinstance(value, str) and ":" in value else str(value),
+)
+def test_settings_are_refused_by_name(llama, what, settings, message):
+    """Before anything changes, and before they cost memory."""
+    make = {
+        "patch": partial(pagedkv.patch, llama),
+        "PagedCache": partial(pagedkv.PagedCache, llama.config),
+        "Pool": Pool,
+    }
+    attributes, kind, used = dict(vars(llama)), type(llama), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(pagedkv.InvalidArgumentError) as error:
+        make[what](**settings)
+    assert re.sub(r"\d{5,}", "N", str(error.value)) == re.sub(r"\d{5,}", "N", message)
+    assert (vars(llama), type(llama)) == (attributes, kind)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used < 2**20  # 1 GiB
+
+
+def test_block_size_may_stand_beside_a_pool_of_the_same():
+    pool = Pool(8, 4)
+    assert pagedkv.PagedCache(tiny().config, pool=pool, block_size=4).pool is pool
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: torch.nn.Linear(2, 2), "model: expected a transformers PreTrainedModel, got Linear"),
+        (lambda: tiny("mamba", num_hidden_layers=2), "MambaForCausalLM can not be served from blocks: it has no attention"),
+        (lambda: BertModel(BertConfig(num_hidden_layers=1, hidden_size=24, vocab_size=50)),
+         "BertModel can not be served from blocks: it has no generate()"),
+    ],
+    ids=["no model", "no attention", "no generate"],
+)  # fmt: skip
+def test_models_are_refused_by_name_and_left_as_they_were(build, message):
+    model = build()
+    attributes, kind = dict(vars(model)), type(model)
+    with pytest.raises((TypeError, pagedkv.UnsupportedModelError), match=re.escape(message)):
+        pagedkv.patch(model)
+    assert (vars(model), type(model)) == (attributes, kind)
+
+
+def test_layers_that_cache_something_else_and_models_that_are_not_patched_are_refused_by_name():
+    with pytest.raises(NotImplementedError, match=r"(indexed|sparse)_attention layers cache more than keys and values"):
+        pagedkv.PagedCache(AutoConfig.for_model("deepseek_v32"), num_blocks=4)
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not patched"):
+        pagedkv.pool(tiny())
