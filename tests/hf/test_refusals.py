@@ -223,7 +223,7 @@ def test_block_size_may_stand_beside_a_pool_of_the_same():
     ("build", "message"),
     [
         (lambda: torch.nn.Linear(2, 2), "model: expected a transformers PreTrainedModel, got Linear"),
-        (lambda: tiny("mamba", num_hidden_layers=2), "MambaForCausalLM can not be served from blocks: it has no attention"),
+        (lambda: tiny("mamba", num_hidden_layers=2), "MambaForCausalLM can not be served from blocks: it has no att"),
         (lambda: BertModel(BertConfig(num_hidden_layers=1, hidden_size=24, vocab_size=50)),
          "BertModel can not be served from blocks: it has no generate()"),
     ],

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..manager.blocks import MAX_BLOCKS
 from ..errors import InvalidArgumentError, integer, refused
+from ..manager.blocks import MAX_BLOCKS
 
 if TYPE_CHECKING:
     from .kv_pool import Pool
