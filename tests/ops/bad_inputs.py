@@ -81,20 +81,32 @@ def _drop(dim: int) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.narrow(dim, 0, tensor.size(dim) - 1)
 
 
+def _each(rule: str, change: Any, *arguments: str) -> dict[str, Changes]:
+    """The same change of one argument after the other."""
+    return {f"{argument} {rule}": {argument: change} for argument in arguments}
+
+
 def _none(*arguments: str) -> dict[str, Changes]:
-    return {f"{argument} None": {argument: None} for argument in arguments}
+    return _each("None", None, *arguments)
+
+
+def _outer(tensor: Tensor) -> Tensor:
+    return tensor[None]
+
+
+def _first(tensor: Tensor) -> Tensor:
+    return tensor[0]
 
 
 _CACHES: dict[str, Changes] = {
     **_none("key_cache", "value_cache"),
-    "key_cache rank": {"key_cache": lambda t: t[0]},
-    "value_cache rank": {"value_cache": lambda t: t[None]},
+    **_each("rank", _first, "key_cache"),
+    **_each("rank", _outer, "value_cache"),
     "key_cache dtype": {"key_cache": _to(torch.float64)},
     "key_cache int8": {"key_cache": _to(torch.int8)},
     "value_cache dtype": {"value_cache": _to(torch.bfloat16)},
     "value_cache device": {"value_cache": _meta},
-    "key_cache stride": {"key_cache": _every_other},
-    "value_cache stride": {"value_cache": _every_other},
+    **_each("stride", _every_other, "key_cache", "value_cache"),
     "value_cache blocks": {"value_cache": _drop(0)},
     "value_cache block_size": {"value_cache": _drop(1)},
     "value_cache heads": {"value_cache": _drop(2)},
@@ -102,32 +114,25 @@ _CACHES: dict[str, Changes] = {
 }
 _NEW_TOKENS: dict[str, Changes] = {
     **_none("key", "value", "slot_mapping"),
-    "key rank": {"key": lambda t: t[0]},
-    "value rank": {"value": lambda t: t[None]},
-    "slot_mapping rank": {"slot_mapping": lambda t: t[None]},
+    **_each("rank", _first, "key"),
+    **_each("rank", _outer, "value", "slot_mapping"),
     "key dtype": {"key": _to(torch.float64)},
     "value dtype": {"value": _to(torch.int32)},
     "slot_mapping dtype": {"slot_mapping": _to(torch.float32)},
-    "key device": {"key": _meta},
-    "value device": {"value": _meta},
-    "slot_mapping device": {"slot_mapping": _meta},
-    "key stride": {"key": _every_other},
-    "value stride": {"value": _every_other},
-    "value tokens": {"value": _drop(0)},
-    "key heads": {"key": _drop(1)},
-    "key head_size": {"key": _drop(2)},
-    "value heads": {"value": _drop(1)},
-    "value head_size": {"value": _drop(2)},
+    **_each("device", _meta, "key", "value", "slot_mapping"),
+    **_each("stride", _every_other, "key", "value"),
+    **_each("tokens", _drop(0), "value"),
+    **_each("heads", _drop(1), "key", "value"),
+    **_each("head_size", _drop(2), "key", "value"),
     "slot_mapping longer": {"slot_mapping": lambda t: torch.cat([t, t[:1]])},
 }
 _TABLE: dict[str, Changes] = {
     **_none("block_table", "seq_lens"),
-    "block_table rank": {"block_table": lambda t: t[0]},
-    "seq_lens rank": {"seq_lens": lambda t: t[None]},
+    **_each("rank", _first, "block_table"),
+    **_each("rank", _outer, "seq_lens"),
     "block_table dtype": {"block_table": _to(torch.int16)},
     "seq_lens dtype": {"seq_lens": _to(torch.float32)},
-    "block_table device": {"block_table": _meta},
-    "seq_lens device": {"seq_lens": _meta},
+    **_each("device", _meta, "block_table", "seq_lens"),
     "block_table rows": {"block_table": _drop(0)},
 }
 _QUERY: dict[str, Changes] = {
@@ -145,29 +150,22 @@ _QUERY: dict[str, Changes] = {
     "cu_seqlens_q dtype": {"cu_seqlens_q": _to(torch.uint8)},
     "cu_seqlens_q device": {"cu_seqlens_q": _meta},
     "cu_seqlens_q size": {"cu_seqlens_q": _drop(0)},
-    "scale nan": {"scale": math.nan},
-    "scale inf": {"scale": -math.inf},
     "window_left": {"window_left": -2},
     "window_right": {"window_right": -5},
     "softcap": {"softcap": -1.0},
-    "softcap nan": {"softcap": math.nan},
-    "softcap inf": {"softcap": math.inf},
+    **_each("nan", math.nan, "scale", "softcap"),
+    **_each("inf", -math.inf, "scale"),
+    **_each("inf", math.inf, "softcap"),
     "num_splits": {"num_splits": -1},
-    "alibi_slopes rank": {"alibi_slopes": _shape(1, 4)},
-    "alibi_slopes dtype": {"alibi_slopes": _shape(4, dtype=torch.int32)},
-    "alibi_slopes device": {"alibi_slopes": _meta(_shape(4))},
-    "alibi_slopes size": {"alibi_slopes": _shape(2)},
-    "sinks rank": {"sinks": _shape()},
-    "sinks dtype": {"sinks": _shape(4, dtype=torch.float64)},
-    "sinks device": {"sinks": _meta(_shape(4))},
-    "sinks size": {"sinks": _shape(5)},
-    "k_scale": {"k_scale": _shape(1)},
-    "v_scale": {"v_scale": _shape(1)},
+    **_each("rank", _shape(1, 4), "alibi_slopes"),
+    **_each("rank", _shape(), "sinks"),
+    **_each("dtype", _shape(4, dtype=torch.int32), "alibi_slopes"),
+    **_each("dtype", _shape(4, dtype=torch.float64), "sinks"),
+    **_each("device", _meta(_shape(4)), "alibi_slopes", "sinks"),
+    **_each("size", _shape(5), "alibi_slopes", "sinks"),
+    **_each("given", _shape(1), "k_scale", "v_scale"),
 }
-_SCALE_CACHES: dict[str, Changes] = {
-    "k_scale_cache": {"k_scale_cache": _shape(5, 4, 2)},
-    "v_scale_cache": {"v_scale_cache": _shape(5, 4, 2)},
-}
+_SCALE_CACHES = _each("given", _shape(5, 4, 2), "k_scale_cache", "v_scale_cache")
 _MAPPING: dict[str, Changes] = {
     **_none("block_mapping"),
     "block_mapping rank": {"block_mapping": lambda t: t[0]},
@@ -179,8 +177,7 @@ SHAPES: dict[str, dict[str, Changes]] = {
     "write_kv": {
         **_CACHES,
         **_NEW_TOKENS,
-        "k_scale": {"k_scale": _shape(1)},
-        "v_scale": {"v_scale": _shape(1)},
+        **_each("given", _shape(1), "k_scale", "v_scale"),
         **_SCALE_CACHES,
     },
     "paged_attention": {**_CACHES, **_QUERY, **_TABLE},
@@ -195,26 +192,17 @@ SHAPES: dict[str, dict[str, Changes]] = {
     },
     "merge_states": {
         **_none("out_a", "lse_a", "out_b", "lse_b"),
-        "out_a rank": {"out_a": lambda t: t[0]},
-        "out_b rank": {"out_b": lambda t: t[0]},
+        **_each("rank", _first, "out_a", "out_b", "lse_b"),
+        **_each("rank", _outer, "lse_a"),
         "out_a dtype": {"out_a": _to(torch.float64)},
         "out_b dtype": {"out_b": _to(torch.float16)},
-        "out_b device": {"out_b": _meta},
-        "out_b tokens": {"out_b": _drop(0)},
-        "out_b heads": {"out_b": _drop(1)},
-        "out_b head_size": {"out_b": _drop(2)},
-        "out_a stride": {"out_a": _every_other},
-        "out_b stride": {"out_b": _every_other},
-        "lse_a rank": {"lse_a": lambda t: t[None]},
-        "lse_b rank": {"lse_b": lambda t: t[0]},
+        **_each("device", _meta, "out_b", "lse_a", "lse_b"),
+        **_each("tokens", _drop(0), "out_b", "lse_a", "lse_b"),
+        **_each("heads", _drop(1), "out_b", "lse_a", "lse_b"),
+        **_each("head_size", _drop(2), "out_b"),
+        **_each("stride", _every_other, "out_a", "out_b"),
         "lse_a dtype": {"lse_a": _to(torch.float16)},
         "lse_b dtype": {"lse_b": _to(torch.float64)},
-        "lse_a device": {"lse_a": _meta},
-        "lse_b device": {"lse_b": _meta},
-        "lse_a tokens": {"lse_a": _drop(0)},
-        "lse_a heads": {"lse_a": _drop(1)},
-        "lse_b tokens": {"lse_b": _drop(0)},
-        "lse_b heads": {"lse_b": _drop(1)},
     },
     "copy_blocks": {
         **_MAPPING,
