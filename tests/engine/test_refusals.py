@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Lla
 
 import pagedkv
 from pagedkv.engine.results import StepOutput
-from pagedkv.engine.sampling import Settings
+from pagedkv.engine.settings import Settings
 from pagedkv.errors import InvalidArgumentError
 from pagedkv.hf import UnsupportedModelError
 

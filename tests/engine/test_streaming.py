@@ -3,10 +3,16 @@
 import asyncio
 import contextlib
 import io
+import random
 import threading
 
+import pytest
+from transformers import ByT5Tokenizer, LogitsProcessor, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
+from pagedkv.engine.streams import TextPieces
+
+from .conftest import build_llama
 from .oracle import assert_native, native, prompts
 
 
@@ -111,3 +117,67 @@ def test_the_bar_shows_the_figures(llama, make_engine):
     assert "3/3" in text
     for word in ("tokens/s", "running", "waiting", "KV"):
         assert word in text
+
+
+def _byte_level():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    backend = Tokenizer(
+        models.BPE({letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def _cleaned():
+    from tokenizers import Tokenizer, decoders, models
+
+    words = ["[UNK]", "do", " n", "'t", "n't", ".", "I", "'", "ve", "'ve", "##ing", "a"]
+    backend = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
+
+
+@pytest.mark.parametrize("build", [_byte_level, _cleaned, ByT5Tokenizer], ids=["fast", "cleaned", "slow"])
+def test_pieces_joined_are_the_text_for_any_tokenizer_and_any_end(build):
+    tokenizer = build()
+    chance = random.Random(0)
+    words = tokenizer("Zwölf Boxkämpfer jagen 中文 über 🙂🙂 den Deich. ")["input_ids"] if len(tokenizer) > 50 else []
+    for length in [*range(1, 40), 300]:
+        random_ids = [chance.randrange(len(tokenizer)) for _ in range(length)]
+        for ids in [random_ids, (words * 10)[:length]]:
+            pieces = TextPieces(tokenizer)
+            given = [pieces.add(token, index == len(ids) - 1) for index, token in enumerate(ids)]
+            assert "".join(given) == tokenizer.decode(ids, skip_special_tokens=True), ids
+
+
+@pytest.mark.parametrize("tokenizer", [ByT5Tokenizer(), _byte_level()], ids=["slow", "fast"])
+def test_a_stream_is_the_text_also_where_it_ends_inside_a_character(make_engine, tokenizer):
+    model = build_llama(vocab_size=len(tokenizer))
+    engine = make_engine(model, tokenizer)
+    smile = tokenizer("🙂", add_special_tokens=False)["input_ids"]
+
+    class Smiles(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            scores[:, smile[(input_ids.shape[1] - 2) % 4]] = 1e9
+            return scores
+
+    for length in range(4, 10):
+        options = {"max_new_tokens": length, "logits_processor": [Smiles()]}
+        tokens = list(engine.stream([5, 6], **options))
+        result = engine.generate([[5, 6]], **options)[0]
+        assert [token.token_id for token in tokens] == result.token_ids == (smile * 3)[:length]
+        assert "".join(token.text for token in tokens) == result.text
+        assert tokens[3].text == "🙂"
+        assert not any(token.text for token in tokens[:3])
+
+
+def test_samples_of_a_streamed_request_have_texts_of_their_own(make_engine):
+    tokenizer = ByT5Tokenizer()
+    engine = make_engine(build_llama(vocab_size=len(tokenizer)), tokenizer)
+    options = {"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 3, "seed": 4}
+    pieces = {}
+    for token in engine.stream([5, 6], **options):
+        pieces.setdefault(token.sample, []).append(token.text)
+    results = engine.generate([[5, 6]], **options)
+    assert {sample: "".join(texts) for sample, texts in pieces.items()} == {r.sample: r.text for r in results}

@@ -1,10 +1,9 @@
-"""Requests of an engine: what is kept of each, and what is refused at once."""
+"""Requests of an engine and the samples that run for them, and what is refused at once."""
 
 from __future__ import annotations
 
 import numbers
 import operator
-from collections import deque
 from collections.abc import Iterable, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -14,9 +13,8 @@ import torch
 
 from ..errors import InvalidArgumentError, integer
 from ..hf.identity import Identity
-from .results import NewToken, Result
-from .sampling import Settings
-from .scheduler import Scheduler, Sequence
+from .results import Result
+from .settings import Settings
 
 if TYPE_CHECKING:
     from .runner import Runner
@@ -32,33 +30,104 @@ class PromptError(InvalidArgumentError):
 
 @dataclass(eq=False, slots=True)
 class Request:
+    """What was asked for, and what came of it.
+
+    Attributes:
+        is_followed: `generate` or a stream reads what comes of it; otherwise `step` gives it out.
+        identity: of the model when it was added. is_private: it shares no blocks with others.
+        is_begun: a forward has computed tokens of it.
+        results: of the samples that have ended, by their index.
+        is_left: its consumer is gone.
+    """
+
     id: int
     prompt_ids: list[int]
+    settings: Settings
+    cache_salt: Any
     streamer: Any
+    is_followed: bool
     arrival: float
-    identity: Identity
-    is_private: bool
+    identity: Identity | None = None
+    is_private: bool = False
     is_begun: bool = False
-    events: deque[NewToken] | None = None
-    live: dict[int, Sequence] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
     results: dict[int, Result] = field(default_factory=dict)
+    is_stream_ended: bool = False
+    is_left: bool = False
 
-    def scheduled(self) -> list[Sequence]:
+    @property
+    def is_done(self) -> bool:
+        """Every sample has its result."""
+        return len(self.results) == len(self.samples)
+
+    def scheduled(self) -> list[Sample]:
         """Unfinished samples; the first stands for all until its prompt is computed."""
-        first = self.live.get(0)
-        return [first] if first is not None and first.num_forks else list(self.live.values())
+        live = [sample for sample in self.samples if sample.finish_reason is None]
+        return live[:1] if live and live[0].num_forks else live
 
 
 @dataclass(eq=False, slots=True)
-class Record:
-    """What the engine keeps of a sequence beside its schedule."""
+class Sample:
+    """One sequence of a request: what runs.
 
+    Attributes:
+        index: its number within the request.
+        rank: place in the order of service; the first part is the negative priority.
+        tokens: the prompt's and the sampled ids. num_computed: how many of them have their keys written.
+        generator, random_state: its own random stream, and where that stands behind `tokens`; None: at its beginning.
+        is_pending: the last token is not known to the manager yet.
+        draft: tokens that may follow; the next forward verifies them.
+        num_forks: further samples of the request, which begin when the prompt is computed.
+        row: its row in the block tables while it runs, else -1.
+        work: tokens that the next forward computes, the draft not included.
+        num_put: tokens that the streamer has got, the prompt's included.
+        told: how many tokens a consumer may read, and whether no more will come; set in one go.
+    """
+
+    seq_id: int
     request: Request
-    sample: int
+    index: int
+    rank: tuple[Any, int]
+    tokens: list[int]
     generator: torch.Generator
-    logprobs: list[dict[int, float]]
-    decoder: Any = None
+    told: tuple[int, bool]
+    num_put: int = field(init=False)
+    random_state: torch.Tensor | None = None
+    num_forks: int = 0
+    num_computed: int = 0
+    is_pending: bool = False
+    draft: list[int] = field(default_factory=list)
+    row: int = -1
+    work: int = 0
+    num_cached: int = -1
+    num_preemptions: int = 0
+    logprobs: list[dict[int, float]] = field(default_factory=list)
     first_token: float | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        self.num_put = len(self.tokens)
+
+    def rewind(self) -> None:
+        """Sets the random stream to where it stands behind `tokens`."""
+        if self.random_state is None:
+            self.generator.manual_seed(self.generator.initial_seed())
+        else:
+            self.generator.set_state(self.random_state)
+
+    @property
+    def settings(self) -> Settings:
+        return self.request.settings
+
+    @property
+    def priority(self) -> Any:
+        return -self.rank[0]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What was sampled."""
+        return self.tokens[len(self.request.prompt_ids) :]
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Any, vocabulary: int) -> list[int]:
@@ -132,7 +201,7 @@ def check_seed(seed: Any, num_samples: int) -> int:
     return first
 
 
-def check_fit(runner: Runner, scheduler: Scheduler, num_prompt: int, settings: Settings) -> None:
+def check_fit(runner: Runner, max_num_seqs: int, chunk: int, num_prompt: int, settings: Settings) -> None:
     """Refuse what can never run.
 
     Raises:
@@ -147,18 +216,17 @@ def check_fit(runner: Runner, scheduler: Scheduler, num_prompt: int, settings: S
             f"{asked}: expected at most {runner.max_length} (positions of the model, or {num_usable} blocks of "
             f"{pool.block_size})"
         )
-    needed = _blocks_needed(runner, scheduler, length - 1)  # the last token's keys are never written
+    needed = _blocks_needed(runner, chunk, length - 1)  # the last token's keys are never written
     if needed > num_usable:
         raise PromptError(f"{asked}: needs {needed} blocks of {pool.block_size} tokens, and the pool has {num_usable}")
-    most = scheduler.max_num_seqs
-    if settings.num_samples > most:
+    if settings.num_samples > max_num_seqs:
         raise InvalidArgumentError(
-            f"num_return_sequences: expected at most max_num_seqs ({most}), got {settings.num_samples}"
+            f"num_return_sequences: expected at most max_num_seqs ({max_num_seqs}), got {settings.num_samples}"
         )
 
 
-def _blocks_needed(runner: Runner, scheduler: Scheduler, length: int) -> int:
-    size, chunk = runner.pool.block_size, scheduler.max_num_batched_tokens
+def _blocks_needed(runner: Runner, chunk: int, length: int) -> int:
+    size = runner.pool.block_size
     needed = 0
     for window in runner.pool.windows:
         blocks = -(-length // size)

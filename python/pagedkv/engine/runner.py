@@ -34,6 +34,7 @@ from ..hf.state import PagedState, Step
 from ..hf.support import UnsupportedModelError, check_model, evaluation, refuse
 from ..hf.tags import TAG
 from ..tensor_parallel import agreed_blocks, mesh_of
+from .batch import Batch
 from .checks import check_buffers, check_flags, check_pool
 from .compiling import compiled
 from .progress import track
@@ -288,7 +289,7 @@ class Runner:
                     table.set_row(row, blocks)
             ids = [token for row, count in enumerate(counts) for token in tokens[row][done[row] : done[row] + count]]
             is_decode = len(ids) == len(counts) <= self._sizes[-1]
-            logits = self.run(ids, done, *((None, None) if is_decode else (counts, np.cumsum(counts) - 1)))
+            logits = self.run(Batch(ids, done, *((None, None) if is_decode else (counts, np.cumsum(counts) - 1))))
             for row, count in enumerate(counts):
                 manager.commit(row, count)
                 done[row] += count
@@ -321,13 +322,14 @@ class Runner:
         float32, the eager ones 0.16.
         """
         count = min(_MIN_TOKENS + 1, self.pool.block_size, len(self._tokens[0]))
+        batch = Batch(list(range(count)), [0], [count], range(count))
         for table in self.tables:
             table.set_row(0, [1])
         call, self._compiled = self._compiled, None
         with torch.inference_mode():
-            expected = self.run(list(range(count)), [0], [count], range(count))
+            expected = self.run(batch)
             self._compiled = call
-            got = self.run(list(range(count)), [0], [count], range(count))
+            got = self.run(batch)
         is_exact = self.model.dtype == torch.float32 and self.pool.kv_dtype in (None, torch.float32)
         probe.check_pair(expected, got, "from a compiled forward", 1e-3 if is_exact else 0.5)
 
@@ -351,24 +353,10 @@ class Runner:
 
     # A forward.
 
-    def run(
-        self,
-        token_ids: Sequence[int],
-        num_computed: Sequence[int],
-        num_new: Sequence[int] | None,
-        logits_at: Sequence[int] | npt.NDArray[np.int64] | None,
-    ) -> Tensor:
-        """One forward of the first len(num_computed) rows.
-
-        Args:
-            token_ids: [T] ids, sequence after sequence.
-            num_computed: tokens whose keys are written, per row. num_new: tokens of this forward; None: one each.
-            logits_at: indices into token_ids; None, for one token each: all of them.
-
-        Returns:
-            [len(logits_at), vocabulary] float32.
-        """
-        num_seqs, total = len(num_computed), len(token_ids)
+    def run(self, batch: Batch) -> Tensor:
+        """[len(batch.logits_at), vocabulary] float32: one forward of the first rows of the tables."""
+        num_computed, num_new = batch.num_computed, batch.num_new
+        num_seqs, total = len(num_computed), len(batch.token_ids)
         for table in self.tables:
             table.fill(num_computed, num_new)
             table.upload(num_seqs)
@@ -376,10 +364,10 @@ class Runner:
             size = next(size for size in self._sizes if size >= num_seqs)
         else:
             size = max(total, _MIN_TOKENS) if self._is_one_graph else total
-        self._write_tokens(token_ids, np.asarray(num_computed, np.int64), num_new, size)
+        self._write_tokens(batch, size)
         if num_new is None:
             return self._decode(size)[:num_seqs]
-        rows = np.asarray(logits_at, np.int64)
+        rows = np.asarray(batch.logits_at, np.int64)
         count = len(rows)
         if self._is_one_graph:
             rows = np.pad(rows, (0, max(0, _MIN_TOKENS - count)))
@@ -387,16 +375,11 @@ class Runner:
         with self.patch.attention():
             return self._forward(self._views(size, None if self._is_one_graph else num_seqs, at, decode=False))[:count]
 
-    def _write_tokens(
-        self,
-        token_ids: Sequence[int],
-        num_computed: npt.NDArray[np.int64],
-        num_new: Sequence[int] | None,
-        size: int,
-    ) -> None:
+    def _write_tokens(self, batch: Batch, size: int) -> None:
         """Ids and positions of a forward, and zeros up to its size."""
-        total = len(token_ids)
-        self._tokens[0, :total] = token_ids
+        total, num_new = len(batch.token_ids), batch.num_new
+        num_computed = np.asarray(batch.num_computed, np.int64)
+        self._tokens[0, :total] = batch.token_ids
         if num_new is None:
             self._tokens[1, :total] = num_computed
         else:

@@ -1,253 +1,95 @@
-"""From logits to tokens, with transformers' own generation settings, logits processors and stopping criteria."""
+"""From logits to tokens, with transformers' own logits processors and a random stream per sample."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    EpsilonLogitsWarper,
-    GenerationConfig,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    PreTrainedModel,
-    StoppingCriteriaList,
-    StopStringCriteria,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
-from transformers.generation import GenerationMode
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from ..errors import InvalidArgumentError
-from .generation_checks import check_callables, check_served, check_settings, check_vocabulary, convert_numbers
-from .scheduler import Sequence
+from .settings import as_ids
 
-# warpers that look at each row of scores alone: rows of several requests go through them together
-_ROW_WISE = (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-    TypicalLogitsWarper,
-    EpsilonLogitsWarper,
-)
-_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
+if TYPE_CHECKING:
+    from .requests import Sample
+
 _NAN, _NO_TOKEN = -1, -2
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A sampled token, or why there is none."""
-
-    token: int
-    logprobs: dict[int, float] | None = None
-    error: str | None = None
-
-
-class Settings:
-    """What one request asks of its samples; built from a GenerationConfig as ``generate`` builds it.
-
-    Args:
-        prompt: its token ids.
-        processors, criteria: applied beside those of the config, as in ``generate``.
-        logprobs: so many of the likeliest tokens' log-probabilities are kept with each token; None: none.
+@dataclass(eq=False, slots=True)
+class Decision:
+    """What a step has found for a sample. The sample itself stays as it is until the whole step is decided.
 
     Attributes:
-        max_length: tokens after which a sample ends, the prompt included. num_samples: from `num_return_sequences`.
-
-    Raises:
-        InvalidArgumentError: a way of generation that is not greedy, sampling or prompt lookup; or an option that needs
-            more than one sequence's logits.
+        start: tokens of the sample before these.
+        random_state: where its random stream stands behind them; None: where it stood.
+        num_drafted, num_accepted: tokens of a draft, and how many of them were sampled in fact.
+        reason: why the sample ends here; None: it goes on.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Any,
-        config: GenerationConfig | None,
-        prompt: list[int],
-        processors: Seq[Any] | None = None,
-        criteria: Seq[Any] | None = None,
-        logprobs: int | None = None,
-        **options: Any,
-    ) -> None:
-        if not isinstance(config, GenerationConfig | None):
-            raise InvalidArgumentError(
-                f"generation_config: expected a GenerationConfig or None, got {type(config).__name__}"
-            )
-        processors = check_callables("logits_processor", processors)
-        criteria = check_callables("stopping_criteria", criteria)
-        check_served(config, options, model.generation_config)
-        self.device = model.get_input_embeddings().weight.device
-        self.logprobs = logprobs
-        config = _merge(model, config, options, len(prompt), self.device)
-        _check(config, tokenizer)
-        self._build(model, tokenizer, config, prompt, processors, criteria)
+    sample: Sample
+    start: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    random_state: Tensor | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
+    reason: str | None = None
+    error: str | None = None
 
-    def _build(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Any,
-        config: GenerationConfig,
-        prompt: list[int],
-        processors: Seq[Any],
-        criteria: Seq[Any],
-    ) -> None:
-        self.max_length: int = config.max_length
-        self.num_samples: int = config.num_return_sequences or 1
-        self.do_sample: bool = bool(config.do_sample)
-        reads_prompt = config.encoder_repetition_penalty or config.encoder_no_repeat_ngram_size
-        with _checks_of_transformers():
-            self.processors = model._get_logits_processor(
-                config,
-                input_ids_seq_length=len(prompt),
-                encoder_input_ids=_ids(prompt, self.device) if reads_prompt else None,
-                logits_processor=LogitsProcessorList(processors),
-                device=self.device,
-            )
-        self.is_plain = not self.processors and not self.do_sample
-        self.key = self._key()
-        eos = config._eos_token_tensor
-        self.eos = frozenset() if eos is None else frozenset(eos.tolist())
-        self.deadline = time.monotonic() + config.max_time if config.max_time is not None else None
-        self.criteria = StoppingCriteriaList(criteria)
-        if config.stop_strings:
-            with _checks_of_transformers():
-                self.criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
-        self.lookup: PromptLookupCandidateGenerator | None = None
-        if config.prompt_lookup_num_tokens:
-            self.lookup = PromptLookupCandidateGenerator(
-                eos_token_id=eos,
-                num_output_tokens=config.prompt_lookup_num_tokens,
-                max_matching_ngram_size=config.max_matching_ngram_size or 2,
-                max_length=config.max_length,
-            )
-
-    def _key(self) -> tuple[Any, ...] | None:
-        """Requests with equal keys share their processors' calls; None: every row by itself, with its own ids."""
-        if all(type(processor) in _ROW_WISE for processor in self.processors):
-            parts = [(type(processor), *sorted(vars(processor).items())) for processor in self.processors]
-            return (self.do_sample, *parts)
-        return None
-
-    def stop_reason(self, tokens: list[int]) -> str | None:
-        """Why a sample ends with the last of its tokens; None: it goes on."""
-        if tokens[-1] in self.eos:
-            return "eos"
-        for criterion in self.criteria:
-            if bool(criterion(_ids(tokens, self.device), None).all()):
-                return "stop_string" if isinstance(criterion, StopStringCriteria) else "stopping_criteria"
-        if len(tokens) >= self.max_length:
-            return "length"
-        if self.deadline is not None and time.monotonic() > self.deadline:
-            return "time"
-        return None
-
-    def draft(self, tokens: list[int]) -> list[int]:
-        """Tokens that may follow, found in the sequence itself."""
-        room = self.max_length - len(tokens) - 1
-        if self.lookup is None or room < 1:
-            return []
-        found: Tensor = self.lookup.get_candidates(_ids(tokens, torch.device("cpu")))[0]
-        return found[0, len(tokens) : len(tokens) + room].tolist()
+    def stop(self) -> None:
+        """Decides whether the sample ends with its last token. Calls the request's criteria."""
+        if self.error is None:
+            try:
+                self.reason = self.sample.settings.stop_reason(self.sample.tokens, self.tokens)
+            except Exception as error:  # whatever a user's criterion raises
+                self.error = describe(error)
+        if self.error is not None:
+            self.reason = "error"
 
 
-@contextmanager
-def _checks_of_transformers() -> Iterator[None]:
-    """Its checks go beyond ours: what they refuse is the caller's, and any other exception is a fault."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        text = f"generation_config: expected settings that generate takes, got some that it refuses: {error}"
-        raise InvalidArgumentError(text) from error
+def describe(error: Exception) -> str:
+    """An exception out of a user's object, as `Result.error` shows it."""
+    return f"{type(error).__name__}: {error}"
 
 
-def _merge(
-    model: PreTrainedModel,
-    config: GenerationConfig | None,
-    options: Mapping[str, Any],
-    num_prompt: int,
-    device: torch.device,
-) -> GenerationConfig:
-    """A config of its own for one request, with lengths and special tokens as `generate` prepares them."""
-    given = {} if config is None else {name: value for name, value in vars(config).items() if value is not None}
-    check_settings({**vars(model.generation_config), **given, **options})  # what generate compares with numbers at once
-    given_length = options.get("max_length") or (config and config.max_length)
-    given_min = options.get("min_length") or (config and config.min_length)
-    with _checks_of_transformers():
-        config, unknown = model._prepare_generation_config(config, **options)
-    if unknown:
-        names = sorted(unknown)
-        hint = "; num_return_sequences is the number of samples" if "n" in unknown else ""
-        raise InvalidArgumentError(f"{', '.join(names)}: not an option of GenerationConfig or of add_request{hint}")
-    check_vocabulary(config, model.get_input_embeddings().num_embeddings)
-    convert_numbers(config)
-    if config.encoder_no_repeat_ngram_size:  # transformers makes as many lists, and a prompt has no longer n-gram
-        config.encoder_no_repeat_ngram_size = min(config.encoder_no_repeat_ngram_size, num_prompt + 1)
-    with _checks_of_transformers():
-        model._prepare_special_tokens(config, device=device)
-        return model._prepare_generated_length(config, not given_length, not given_min, "input_ids", num_prompt, None)
+def draw(decisions: Seq[Decision], logits: Tensor) -> None:
+    """Adds the next token to each decision, or an error.
 
-
-def _check(config: GenerationConfig, tokenizer: Any) -> None:
-    with _checks_of_transformers():
-        mode = config.get_generation_mode()
-    if mode not in _MODES or (mode == GenerationMode.ASSISTED_GENERATION and not config.prompt_lookup_num_tokens):
-        raise InvalidArgumentError(f"generation_config: expected greedy, sampling or prompt lookup, got {mode.value}")
-    if config.stop_strings and tokenizer is None:
-        raise InvalidArgumentError("stop_strings: expected an Engine with a tokenizer, got one without")
-    if config.exponential_decay_length_penalty is not None and config._eos_token_tensor is None:
-        raise InvalidArgumentError("exponential_decay_length_penalty: expected an eos_token_id beside it, got None")
-
-
-def _ids(tokens: list[int], device: torch.device) -> Tensor:
-    return torch.tensor([tokens], device=device)
-
-
-def sample(seqs: Seq[Sequence], generators: Seq[torch.Generator], logits: Tensor) -> list[Choice]:
-    """The next token of each sequence; one host read for all that share settings or are plainly greedy.
+    There is one host read for all that are plainly greedy, and one for those that share settings.
 
     A row's random numbers come from its own generator, so that neither its neighbours nor its place change them. An
     exception in a request's own processor or log-probabilities is that request's alone.
 
     Args:
-        logits: [R, vocabulary] float32, one row per sequence.
+        logits: [R, vocabulary] float32, one row per decision.
     """
     tokens = _argmax(logits)  # NaN is the largest of any row that has one
     best = logits.gather(1, tokens[:, None])[:, 0]
     chosen = torch.where(best.isnan(), _NAN, tokens).tolist()
-    errors: dict[int, str] = {}
     groups: dict[Any, list[int]] = {}
-    for row, seq in enumerate(seqs):
-        if chosen[row] != _NAN and not seq.settings.is_plain:
-            groups.setdefault(seq.settings.key or row, []).append(row)
+    for row, decision in enumerate(decisions):
+        settings = decision.sample.settings
+        if chosen[row] != _NAN and not settings.is_plain:
+            groups.setdefault(settings.key or row, []).append(row)
     for rows in groups.values():
+        picked_for = [decisions[row] for row in rows]
         try:
-            scores = logits if len(rows) == len(seqs) else logits[rows]
-            picked = _pick([seqs[row] for row in rows], [generators[row] for row in rows], scores)
-        except Exception as error:  # noqa: PERF203 -- whatever a user's processor raises
-            errors.update(dict.fromkeys(rows, f"{type(error).__name__}: {error}"))
+            picked = _pick(picked_for, logits if len(rows) == len(decisions) else logits[rows])
+        except Exception as error:  # whatever a user's processor raises
+            for decision in picked_for:
+                decision.error = describe(error)
         else:
             for row, token in zip(rows, picked, strict=True):
                 chosen[row] = token
-    logprobs = _logprobs(seqs, logits, chosen, errors)
-    choices = []
-    for row, token in enumerate(chosen):
+    for row, (decision, token) in enumerate(zip(decisions, chosen, strict=True)):
         if token == _NAN:
-            errors[row] = "the model's logits hold NaN"
+            decision.error = "the model's logits hold NaN"
         elif token == _NO_TOKEN:
-            errors[row] = "no token is left to sample after the logits processors"
-        choices.append(Choice(token, logprobs.get(row), errors.get(row)))
-    return choices
+            decision.error = "no token is left to sample after the logits processors"
+        elif decision.error is None:
+            _take(decision, token, logits[row])
 
 
 def _argmax(logits: Tensor) -> Tensor:
@@ -255,19 +97,21 @@ def _argmax(logits: Tensor) -> Tensor:
     return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 
 
-def _pick(seqs: list[Sequence], generators: list[torch.Generator], logits: Tensor) -> list[int]:
-    settings = seqs[0].settings
+def _pick(decisions: list[Decision], logits: Tensor) -> list[int]:
+    """Tokens of rows whose settings are the same."""
+    settings = decisions[0].sample.settings
     if settings.key is None:
-        ids = _ids(seqs[0].tokens, logits.device)
+        ids = as_ids(decisions[0].sample.tokens + decisions[0].tokens, logits.device)
     else:
-        ids = torch.empty((len(seqs), 0), dtype=torch.int64, device=logits.device)
+        ids = torch.empty((len(decisions), 0), dtype=torch.int64, device=logits.device)
     scores = settings.processors(ids, logits.clone())
     if settings.do_sample:
         # what torch.multinomial draws for one sample per row, with a generator per row
         probabilities = scores.softmax(-1)
         noise = torch.empty_like(probabilities)
-        for row, generator in zip(noise, generators, strict=True):
-            row.exponential_(generator=generator)
+        for row, decision in zip(noise, decisions, strict=True):
+            row.exponential_(generator=decision.sample.generator)
+            decision.random_state = decision.sample.generator.get_state()
         scores, valid = probabilities / noise, ~probabilities[:, 0].isnan()
     else:
         valid = scores.amax(-1) > -torch.inf
@@ -275,20 +119,16 @@ def _pick(seqs: list[Sequence], generators: list[torch.Generator], logits: Tenso
     return picked
 
 
-def _logprobs(
-    seqs: Seq[Sequence], logits: Tensor, chosen: list[int], errors: dict[int, str]
-) -> dict[int, dict[int, float]]:
-    """Log-probabilities under the model's own logits: of the chosen token and of the likeliest ones."""
-    found = {}
-    for row, seq in enumerate(seqs):
-        count = seq.settings.logprobs
-        if count is not None and chosen[row] >= 0:
-            try:
-                values = logits[row].log_softmax(-1)
-                top = values.topk(count)
-            except Exception as error:
-                errors[row] = f"{type(error).__name__}: {error}"
-                continue
-            found[row] = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-            found[row][chosen[row]] = float(values[chosen[row]])
-    return found
+def _take(decision: Decision, token: int, logits: Tensor) -> None:
+    """Takes a token, with the log-probabilities under the model's own logits: its own and the likeliest ones."""
+    count = decision.sample.settings.logprobs
+    if count is not None:
+        try:
+            values = logits.log_softmax(-1)
+            top = values.topk(count)
+        except Exception as error:
+            decision.error = describe(error)
+            return
+        decision.logprobs.append(dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+        decision.logprobs[-1][token] = float(values[token])
+    decision.tokens.append(token)

@@ -10,84 +10,61 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..block_table import BlockTable
-from ..manager import Allocation, KVCacheManager
+from ..manager import Allocation
 
 if TYPE_CHECKING:
-    from .sampling import Settings
-
-
-@dataclass(eq=False, slots=True)
-class Sequence:
-    """One sample of a request.
-
-    Attributes:
-        rank: place in the order of service. priority: the larger is served first.
-        tokens: the prompt's and the sampled ids. num_computed: how many of them have their keys written.
-        is_pending: the last one is not known to the manager yet.
-        draft: tokens that may follow; the next forward verifies them.
-        num_forks: further samples of the request, which begin when the prompt is computed.
-        row: its row in the block tables while it runs, else -1.
-        work: tokens that the next forward computes, the draft not included.
-    """
-
-    seq_id: int
-    rank: tuple[int, int]
-    tokens: list[int]
-    settings: Settings
-    num_forks: int = 0
-    num_computed: int = 0
-    is_pending: bool = False
-    draft: list[int] = field(default_factory=list)
-    row: int = -1
-    work: int = 0
-    num_cached: int = -1
-    num_preemptions: int = 0
-    finish_reason: str | None = None
-    record: Any = None
-
-    @property
-    def priority(self) -> int:
-        return -self.rank[0]
+    from ..hf.kv_pool import Pool
+    from .requests import Request, Sample
 
 
 class Scheduler:
-    """Rows of running sequences and the queue of waiting ones, over a manager and its block tables."""
+    """Rows of running samples and the queue of waiting ones, over a pool and its block tables."""
 
-    def __init__(
-        self, manager: KVCacheManager, tables: Seq[BlockTable], max_num_seqs: int, max_num_batched_tokens: int
-    ) -> None:
-        self.manager = manager
+    def __init__(self, pool: Pool, tables: Seq[BlockTable], max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.pool = pool
+        self.manager = manager = pool.manager
         self.tables = tables
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.preempt_mode = "swap" if manager.num_host_blocks else "recompute"
-        self.running: list[Sequence] = []  # row r is running[r]
-        self.waiting: list[Sequence] = []  # by rank
+        self.running: list[Sample] = []  # row r is running[r]
+        self.waiting: list[Sample] = []  # by rank
         self.new_id = itertools.count().__next__
         self._preempted = False
 
-    def add(self, seq: Sequence, cache_salt: Any, extra_keys: Any) -> None:
-        self.manager.add(seq.seq_id, seq.tokens, cache_salt=cache_salt, extra_keys=extra_keys)
+    def add(self, seq: Sample) -> None:
+        self._register(seq)
         self._wait(seq)
 
-    def make_private(self, seq: Sequence) -> None:
-        """Share no blocks with a sequence that holds none, or is about to be reset: its ids become unknown."""
-        if seq.seq_id in self.manager.sequences:
-            self.manager.free(seq.seq_id)
-        self.manager.add(seq.seq_id, len(seq.tokens))
+    def _register(self, seq: Sample) -> None:
+        request = seq.request
+        if request.is_private:  # its ids stay unknown
+            self.manager.add(seq.seq_id, len(seq.tokens))
+        else:
+            keys = request.identity.keys or () if request.identity is not None else ()
+            self.manager.add(seq.seq_id, seq.tokens, cache_salt=request.cache_salt, extra_keys=keys)
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
+    def make_private(self, request: Request) -> None:
+        """Shares no blocks with a request that holds none, or is about to be reset."""
+        seqs = request.scheduled()
+        for seq in seqs:
+            if seq.seq_id in self.manager.sequences:
+                self.manager.free(seq.seq_id)
+        request.is_private = True  # in this order: what an interrupt leaves is registered again, as the request says
+        for seq in seqs:
+            self._register(seq)
+
+    def fork(self, parent: Sample, child: Sample) -> None:
         """Lets a child run from the parent's computed tokens, in a row that was kept free for it."""
         self.manager.fork(parent.seq_id, child.seq_id)
         child.num_computed, child.num_cached = parent.num_computed, parent.num_cached
         self._run(child)
         self._fill_row(child)
 
-    def remove(self, seq: Sequence) -> None:
+    def remove(self, seq: Sample) -> None:
         """Frees a sequence, running or waiting."""
         if seq.row >= 0:
             self._leave_row(seq)
@@ -96,23 +73,39 @@ class Scheduler:
         if seq.seq_id in self.manager.sequences:
             self.manager.free(seq.seq_id)
 
-    def reset(self, seqs: Seq[Sequence]) -> None:
-        """Lets these sequences wait, with their tokens and without blocks, whatever an interrupted step has left."""
+    def reset(self, seqs: Seq[Sample]) -> None:
+        """Lets these sequences wait, with their tokens and without blocks, whatever an interrupted step has left.
+
+        Can be repeated. Where the manager was interrupted in the middle of a change it begins anew, and cached prefixes
+        are lost.
+        """
         for table in self.tables:
             for row in range(self.max_num_seqs):
                 table.clear_row(row)
         self.running, self.waiting = [], sorted(seqs, key=_rank)
-        known = {seq.seq_id for seq in seqs}
-        for seq_id in list(self.manager.sequences):
-            if seq_id not in known:
-                self.manager.free(seq_id)
         for seq in seqs:
-            if seq.seq_id in self.manager.sequences:
-                self.manager.append(seq.seq_id, seq.tokens[self.manager.num_tokens(seq.seq_id) :])
-                self.manager.preempt(seq.seq_id)
             seq.is_pending, seq.draft, seq.row, seq.work, seq.num_computed = False, [], -1, 0, 0
-        self.manager.take_swaps()
-        self.manager.take_copies()
+        try:
+            self._give_back({seq.seq_id: seq for seq in seqs})
+            self.manager.check_integrity()
+        except Exception:
+            self.pool.renew()
+            self._give_back({})
+        for seq in seqs:
+            if seq.seq_id not in self.manager.sequences:
+                self._register(seq)
+
+    def _give_back(self, known: dict[int, Sample]) -> None:
+        """Frees the manager's other sequences, and takes the blocks of these; moves that are due are moot then."""
+        manager = self.manager
+        for seq_id in list(manager.sequences):
+            if seq_id not in known:
+                manager.free(seq_id)
+            else:
+                manager.append(seq_id, known[seq_id].tokens[manager.num_tokens(seq_id) :])
+                manager.preempt(seq_id)
+        manager.take_swaps()
+        manager.take_copies()
 
     # A step.
 
@@ -162,7 +155,7 @@ class Scheduler:
             budget -= 1 + len(seq.draft)
         return budget
 
-    def _prefill(self, seq: Sequence, budget: int, lowest: Sequence | None) -> int:
+    def _prefill(self, seq: Sample, budget: int, lowest: Sample | None) -> int:
         """Slots for the next chunk of a prompt; gives its size."""
         count = min(len(seq.tokens) - seq.num_computed, budget)
         if not self._allocate_or_preempt(seq, count, lowest):
@@ -186,14 +179,14 @@ class Scheduler:
             seq.work = min(len(seq.tokens) - seq.num_computed, budget)
             budget -= seq.work
 
-    def _has_rows(self, seq: Sequence) -> bool:
+    def _has_rows(self, seq: Sample) -> bool:
         """Rows for it and its samples, those of unforked samples counted; takes them from lower priorities."""
         while sum(1 + other.num_forks for other in self.running) + 1 + seq.num_forks > self.max_num_seqs:
             if not self._preempt_below(seq):
                 return False
         return True
 
-    def _allocate_or_preempt(self, seq: Sequence, count: int, lowest: Sequence | None) -> bool:
+    def _allocate_or_preempt(self, seq: Sample, count: int, lowest: Sample | None) -> bool:
         """Preempts until the slots are granted. A running sequence (`lowest`) may have to go itself; a waiting one only
         displaces lower priorities."""
         while self._allocate(seq, count) is None:
@@ -207,17 +200,17 @@ class Scheduler:
                 return False
         return True
 
-    def _allocate(self, seq: Sequence, count: int, num_lookahead: int = 0) -> Allocation | None:
+    def _allocate(self, seq: Sample, count: int, num_lookahead: int = 0) -> Allocation | None:
         return self.manager.allocate_slots(seq.seq_id, count, num_lookahead_tokens=num_lookahead)
 
-    def _preempt_below(self, seq: Sequence) -> bool:
+    def _preempt_below(self, seq: Sample) -> bool:
         victim = max(self.running, key=_rank, default=None)
         if victim is None or victim.priority >= seq.priority:
             return False
         self._preempt(victim)
         return True
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: Sample) -> None:
         if seq.is_pending:
             self.manager.append(seq.seq_id, seq.tokens[-1:])
             seq.is_pending = False
@@ -231,18 +224,18 @@ class Scheduler:
 
     # Rows.
 
-    def _wait(self, seq: Sequence) -> None:
+    def _wait(self, seq: Sample) -> None:
         bisect.insort(self.waiting, seq, key=_rank)
 
-    def _run(self, seq: Sequence) -> None:
+    def _run(self, seq: Sample) -> None:
         seq.row = len(self.running)
         self.running.append(seq)
 
-    def _fill_row(self, seq: Sequence) -> None:
+    def _fill_row(self, seq: Sample) -> None:
         for table, blocks in zip(self.tables, self.manager.block_ids(seq.seq_id), strict=True):
             table.set_row(seq.row, blocks)
 
-    def _leave_row(self, seq: Sequence) -> None:
+    def _leave_row(self, seq: Sample) -> None:
         """The last row moves into the place of the one that is left."""
         last = self.running.pop()
         for table in self.tables:
@@ -255,5 +248,5 @@ class Scheduler:
         seq.row = -1
 
 
-def _rank(seq: Sequence) -> tuple[int, int]:
+def _rank(seq: Sample) -> tuple[int, int]:
     return seq.rank

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,7 +54,8 @@ class Pool:
     ) -> None:
         check_settings(block_size, num_blocks, None, kv_dtype)
         groups = [GroupSpec() if window is None else GroupSpec("sliding", window) for window in windows]
-        self.manager = KVCacheManager(
+        self._new_manager = partial(
+            KVCacheManager,
             num_blocks,
             block_size,
             enable_prefix_caching=prefix_caching,
@@ -61,6 +63,7 @@ class Pool:
             num_host_blocks=num_host_blocks,
             groups=groups,
         )
+        self.manager = self._new_manager()
         self.num_blocks = self.manager.pool.num_blocks
         self.block_size = self.manager.block_size
         self.windows = list(windows)
@@ -105,6 +108,10 @@ class Pool:
                 cache[0].zero_()
                 torch._dynamo.mark_static_address(cache)
         return store.key_caches[0], store.value_caches[0]
+
+    def renew(self) -> None:
+        """Let the manager begin anew, with no sequence and no prefix, after an interrupt in the middle of a change."""
+        vars(self.manager).update(vars(self._new_manager()))
 
     def apply_moves(self) -> None:
         """Bring the blocks that are written or read next, in every layer: swaps, and copies of what was shared."""
