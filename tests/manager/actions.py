@@ -34,7 +34,7 @@ def cache(manager: KVCacheManager, token_ids: Any, **options: Any) -> None:
 
 def snapshot(manager: KVCacheManager) -> Any:
     """Everything that an error or a None must leave as it was."""
-    blocks, index, moves = manager.state.blocks, manager.state.index, manager.state.moves
+    blocks, index, moves = manager.pool, manager.state.index, manager.state.moves
     return (
         {
             seq_id: (

@@ -251,7 +251,7 @@ class Harness:
     def reset(self) -> None:
         used = any(any(block for table in self._tables(name) for block in table) for name in self.seqs)
         done = self.manager.reset_prefix_cache()
-        assert done == (not used and not self.manager.pool.blocks.pins)
+        assert done == (not used and not self.manager.pool.pins)
         if done:
             assert self.manager.pool.num_published == 0
 

@@ -141,19 +141,19 @@ def test_copies_are_independent(duplicate):
 def test_pins():
     pool = BlockPool(5)
     (block,) = pool.get_new_blocks(1)
-    pool.blocks.pin(block)
-    pool.blocks.pin(block)
+    pool.pin(block)
+    pool.pin(block)
     pool.free_blocks([block])
     assert pool.num_free == 3
     pool.check_integrity()
-    pool.blocks.unpin(block)
+    pool.unpin(block)
     assert block not in pool.free_ids()
-    pool.blocks.unpin(block)
+    pool.unpin(block)
     assert pool.free_ids()[0] == block
-    pool.blocks.pin(2)  # a free one
+    pool.pin(2)  # a free one
     assert 2 not in pool.free_ids()
     pool.touch([2])
-    pool.blocks.unpin(2)
+    pool.unpin(2)
     pool.check_integrity()
     assert pool.refs[2] == 1
     assert pool.reset() is False

@@ -313,7 +313,7 @@ def test_chained_copies():
     manager.allocate_slots("c")
     assert manager.take_copies() == [(1, 2), (1, 3)]
     manager.check_integrity()
-    assert manager.pool.blocks.pins == {}
+    assert manager.pool.pins == {}
 
 
 def test_copy_dropped_with_its_owner():

@@ -240,7 +240,7 @@ def broken(change: Any) -> KVCacheManager:
 
 
 def _repeat_in_queue(manager: KVCacheManager) -> None:
-    manager.pool.blocks._next[manager.pool.blocks._prev[0]] = manager.pool.blocks._next[0]
+    manager.pool._next[manager.pool._prev[0]] = manager.pool._next[0]
 
 
 def _move_hash(manager: KVCacheManager) -> None:
@@ -253,13 +253,13 @@ def _move_hash(manager: KVCacheManager) -> None:
     [
         lambda m: m.pool.touch([1]),
         lambda m: m.pool.get_new_blocks(1),
-        lambda m: m.pool.blocks.pins.clear(),
-        lambda m: m.pool.blocks.pin(1),
+        lambda m: m.pool.pins.clear(),
+        lambda m: m.pool.pin(1),
         lambda m: m.state.moves.copies.clear(),
         lambda m: m.sequences["a"].tables[0].append(29),
         lambda m: m.sequences["a"].tables[0].pop(),
         lambda m: m.sequences["a"].tables[0].__setitem__(0, 0),
-        lambda m: setattr(m.pool.blocks, "num_free", m.pool.num_free - 1),
+        lambda m: setattr(m.pool, "num_free", m.pool.num_free - 1),
         lambda m: m.pool.refs.__setitem__(29, 1),
         lambda m: m.pool.index.hashes.__setitem__(1, None),
         lambda m: m.state.moves.host.refs.__setitem__(0, 2),

@@ -60,7 +60,7 @@ def test_cutting_the_destination_drops_its_copy():
     manager.truncate("b", 4)
     manager.check_integrity()
     assert manager.take_copies() == []
-    assert manager.pool.blocks.pins == {}
+    assert manager.pool.pins == {}
 
 
 def test_sole_owner_writes_into_its_own_published_block_in_place():

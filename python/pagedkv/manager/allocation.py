@@ -113,7 +113,7 @@ def allocate(state: State, seq: SequenceState, request: SlotRequest) -> Allocati
         seq.num_granted = max(seq.num_granted, end)
         return _granted(state, seq, 0, [[] for _ in seq.tables], [_UNCHANGED] * len(seq.tables), (start, stop, end))
     plan = make_plan(state, seq, computed, seq.tables, request)
-    if plan.num_needed > state.blocks.num_free:
+    if plan.num_needed > state.pool.num_free:
         return None
     return _granted(state, seq, 0, *apply_plan(state, seq, plan), (start, stop, end))
 
@@ -142,7 +142,7 @@ def admit(state: State, seq: SequenceState, request: SlotRequest) -> Allocation 
         plan = make_plan(state, seq, cached, tables, request)
         # the watermark stays free, unless nothing else runs
         kept = state.watermark_blocks if state.num_running else 0
-        if plan.num_needed + kept <= state.blocks.num_free - sum(map(state.blocks.num_taken_from_free, tables)):
+        if plan.num_needed + kept <= state.pool.num_free - sum(map(state.pool.num_taken_from_free, tables)):
             break
     else:
         return None
@@ -193,13 +193,13 @@ def make_plan(state: State, seq: SequenceState, computed: int, tables: list[arra
             attached = seq.attached[number]
             released = max(seq.released[number], group.num_released(computed))
             for block in table[seq.released[number] : released]:
-                plan.num_freed += state.blocks.refs[block] == 1 and block not in state.blocks.pins
+                plan.num_freed += state.pool.refs[block] == 1 and block not in state.pool.pins
         else:
             released = _leading(table, 0)
             num_swapped = sum(block < 0 for block in table) if seq.host is not None else 0
             attached = len(table) - (_leading(table[::-1], -1) if num_swapped else 0)
         written = _written_block(state, seq, table, group, computed) if end > computed else -1
-        is_copied = written >= 0 and (not seq.running or state.blocks.refs[table[written]] > 1 or written < attached)
+        is_copied = written >= 0 and (not seq.running or state.pool.refs[table[written]] > 1 or written < attached)
         num_new = is_copied + num_swapped + max(0, -(-end // group.block_size) - len(table))
         plan.groups.append(GroupPlan(attached, released, written, is_copied, num_new))
     return plan
@@ -210,7 +210,7 @@ def _written_block(state: State, seq: SequenceState, table: array[int], group: G
     if offset == 0 or table[index] < 0:
         return -1
     block = table[index]
-    shared = not seq.running or state.blocks.refs[block] > 1 or state.blocks.is_hashed(block)
+    shared = not seq.running or state.pool.refs[block] > 1 or state.pool.is_published(block)
     return index if shared else -1
 
 
@@ -252,7 +252,7 @@ def apply_plan(state: State, seq: SequenceState, plan: Plan) -> tuple[list[list[
 
 def _attach(state: State, seq: SequenceState, plan: Plan) -> None:
     for table in plan.tables:
-        state.blocks.acquire(table)
+        state.pool.acquire(table)
     seq.tables = [table[:] for table in plan.tables]
     seq.attached = tuple(group.attached for group in plan.groups)
     seq.released = tuple(group.released for group in plan.groups)

@@ -110,7 +110,7 @@ class Blocks:
 
     # Handing out and taking back.
 
-    def take(self, count: int) -> tuple[list[int], list[int]]:
+    def unqueue(self, count: int) -> tuple[list[int], list[int]]:
         """The first `count` blocks, with one reference each; and those of them that carry hashes, for the index."""
         if count > self.num_free:
             raise OutOfBlocksError(f"{count} blocks asked for, {self.num_free} are free")
@@ -223,7 +223,7 @@ class Blocks:
 
     # What the index says of a block.
 
-    def is_hashed(self, block: int) -> bool:
+    def is_published(self, block: int) -> bool:
         return bool(self.flags[block] & HASHED)
 
     def join_twins(self, block: int, other: int) -> None:

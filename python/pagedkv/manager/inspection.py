@@ -46,7 +46,7 @@ class KVCacheStats:
 
 
 def collect_stats(state: State, bytes_per_block: int | None) -> KVCacheStats:
-    blocks, host = state.blocks, state.moves.host
+    blocks, host = state.pool, state.moves.host
     num_slots, wasted, share = _wasted_slots(state)
     asked = sum(asked for asked, _ in state.recent_hits)
     return KVCacheStats(
@@ -78,7 +78,7 @@ def _wasted_slots(state: State) -> tuple[int, int, float]:
     num_slots, wasted, share = 0, 0, 0.0
     for number, group in enumerate(state.groups):
         size = group.block_size
-        filled = np.full(state.blocks.num_blocks, -1, np.int64)  # tokens by block, -1 outside of tables
+        filled = np.full(state.pool.num_blocks, -1, np.int64)  # tokens by block, -1 outside of tables
         for seq in state.sequences.values():
             num_full = seq.num_computed // size
             table = np.array(seq.tables[number], np.int64)
@@ -219,7 +219,7 @@ _CAUSES: tuple[Callable[[_Miss], Cause | None], ...] = (_evicted, _late, _keys_d
 def check_state(state: State) -> None:
     """Raises IntegrityError unless free + in use + null = total, references equal those from tables, pins and the host
     pool equal the pending moves and every table fits its sequence."""
-    blocks = state.blocks
+    blocks = state.pool
     state.pool.check_integrity()
     references = np.zeros(blocks.num_blocks, np.int64)
     host_references = [0] * len(state.moves.host.refs)

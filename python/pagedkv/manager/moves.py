@@ -120,7 +120,7 @@ class Moves:
         if pins != self.blocks.pins:
             raise IntegrityError(f"pins {self.blocks.pins} are not those of the pending copies {pins}")
         for destination in (*self.copies, *self.swap_ins):
-            if self.blocks.refs[destination] == 0 or self.blocks.is_hashed(destination):
+            if self.blocks.refs[destination] == 0 or self.blocks.is_published(destination):
                 raise IntegrityError(f"pending destination {destination} is free or published")
         expected = list(host_references)
         for host in self.swap_ins.values():

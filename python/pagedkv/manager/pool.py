@@ -1,8 +1,7 @@
-"""BlockPool: blocks and their hashes behind checks, for people with a manager of their own."""
+"""BlockPool: blocks with their index, and checks for people with a manager of their own."""
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from pagedkv.manager.blocks import Blocks
 from pagedkv.manager.index import PrefixIndex
 
 
-class BlockPool:
+class BlockPool(Blocks):
     """`num_blocks` reference-counted blocks, block 0 being the null block, which is never handed out or published.
 
     Free blocks keep their hashes until they are reused: those without one go first (last freed, first reused), then
@@ -30,35 +29,18 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, *, record_events: bool = False) -> None:
-        self.blocks = Blocks(num_blocks)
-        self.index = PrefixIndex(self.blocks, record_events=record_events)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks, the null block included."""
-        return self.blocks.num_blocks
-
-    @property
-    def num_usable(self) -> int:
-        return self.blocks.num_usable
-
-    @property
-    def num_free(self) -> int:
-        return self.blocks.num_free
+        super().__init__(num_blocks)
+        self.index = PrefixIndex(self, record_events=record_events)
 
     @property
     def num_published(self) -> int:
+        """Blocks that carry a hash, used or free."""
         return self.index.num_published
 
     @property
     def num_evictions(self) -> int:
         """Hashes that died with the reuse of their block, or by `evict`."""
         return self.index.num_evictions
-
-    @property
-    def refs(self) -> array[int]:
-        """Reference counts by block, to be read."""
-        return self.blocks.refs
 
     @property
     def contents(self) -> Sequence[Any]:
@@ -75,7 +57,7 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         """`get_new_blocks` of a count that was checked."""
-        taken, hashed = self.blocks.take(count)
+        taken, hashed = self.unqueue(count)
         if hashed:
             self.index.forget(hashed)
             self.index.num_evictions += len(hashed)
@@ -83,7 +65,7 @@ class BlockPool:
 
     def touch(self, block_ids: Sequence[int]) -> None:
         """Adds a reference to each block, taking free ones out of the queue."""
-        self.blocks.acquire(self._checked(block_ids))
+        self.acquire(self._checked(block_ids))
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
         """Drops a reference per entry. Give a sequence's blocks tail first, so that its tail is evicted first."""
@@ -94,7 +76,7 @@ class BlockPool:
                     f"block {block} is freed {times} times but referenced {self.refs[block]} times"
                 )
         for block in blocks:
-            self.blocks.release_one(block)
+            self.release_one(block)
 
     def publish(
         self,
@@ -123,18 +105,15 @@ class BlockPool:
         """A block that carries the hash, one in use before a free one; None if there is none."""
         return next(iter(self.index.carriers(block_hash)), None)
 
-    def is_published(self, block: int) -> bool:
-        return self.blocks.is_hashed(block)
-
     def evict(self, block_ids: Sequence[int]) -> None:
         """Makes blocks forget their hashes; free ones among them are reused first from now on."""
         for block in self._checked(block_ids):
             if self.is_published(block):
-                twins = self.blocks.twins.get(block, ())
+                twins = self.twins.get(block, ())
                 self.index.forget((block,))
                 self.index.num_evictions += 1
                 for changed in (block, *twins) if len(twins) == 1 else (block,):
-                    self.blocks.requeue(changed)
+                    self.requeue(changed)
 
     def reset(self) -> bool:
         """Forgets every hash; False, and nothing changes, while a block is referenced or pinned."""
@@ -155,11 +134,7 @@ class BlockPool:
             blocks.append(int(block))
         return blocks
 
-    def free_ids(self) -> list[int]:
-        """The free queue in the order of reuse."""
-        return self.blocks.free_ids()
-
     def check_integrity(self) -> None:
         """Raises IntegrityError unless queue, counts, pins and hashes agree."""
-        self.blocks.check_integrity()
+        super().check_integrity()
         self.index.check_integrity()

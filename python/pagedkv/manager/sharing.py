@@ -51,7 +51,7 @@ def _share_blocks(state: State, parent: SequenceState, child: SequenceState) -> 
         keep = -(-length // group.block_size)
         child.tables[number] = parent.tables[number][:keep]
         child.attached = lowered(child.attached, number, keep)
-        state.blocks.acquire(child.tables[number])
+        state.pool.acquire(child.tables[number])
     parent.fast_end = 0
     if parent.awaited:
         tables, is_pending = parent.tables, state.moves.is_pending

@@ -85,13 +85,13 @@ class State:
         self.prefix_caching = settings.enable_prefix_caching
         self.causal = settings.causal
         self.pool = BlockPool(settings.num_blocks, record_events=settings.record_events)
-        self.blocks, self.index = self.pool.blocks, self.pool.index
+        self.index = self.pool.index
         self.index.keeps_children = self.partial_hits = settings.partial_hits
         self.hasher = ChainHasher(settings.hash_fn, chunk)
-        self.moves = Moves(self.blocks, settings.num_host_blocks)
+        self.moves = Moves(self.pool, settings.num_host_blocks)
         self.sequences: dict[Hashable, SequenceState] = {}
         # less than a millionth over a whole number of blocks is rounding of the fraction
-        self.watermark_blocks = math.ceil(settings.watermark * self.blocks.num_usable - 1e-6)
+        self.watermark_blocks = math.ceil(settings.watermark * self.pool.num_usable - 1e-6)
         self.num_running = self.num_preemptions = self.num_swaps = 0
         self.recent_hits: deque[tuple[int, int]] = deque(maxlen=_HIT_RATE_WINDOW)
 
@@ -134,10 +134,10 @@ class State:
 
     def drop(self, blocks: Ids) -> None:
         """Gives blocks back, the last to be reused first; moves into those that nobody holds are not made."""
-        self.blocks.release(blocks)
+        self.pool.release(blocks)
         if self.moves:
             for block in blocks.tolist():
-                if self.blocks.refs[block] == 0:
+                if self.pool.refs[block] == 0:
                     self.moves.drop(block)
 
     def drop_tables(self, tables: Sequence[array[int]], released: Sequence[int]) -> None:

@@ -39,7 +39,7 @@ def append_step(state: State, seq_ids: Sequence[Hashable], tokens: array[int]) -
                 )
             slow.append(row)
     extended, planned = _split(state, seqs, slow)
-    available = state.blocks.num_free - len(extended)
+    available = state.pool.num_free - len(extended)
     for row in planned:  # a block that two of them would copy counts twice
         available -= _plan(state, seqs[row], 1).num_needed if available >= 0 else 0
     if available < 0:
