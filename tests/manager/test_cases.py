@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pagedkv.block_pool import BlockPool
-from pagedkv.errors import BlockReferenceError, InvalidArgumentError, PendingCopyError, UnknownSequenceError
+from pagedkv.errors import BlockReferenceError, InvalidArgumentError, UnknownSequenceError
 from pagedkv.manager import KVCacheManager
 from tests.manager.actions import cache, compute, run, snapshot
 
@@ -40,68 +40,6 @@ def test_sequence_freed_twice():
         manager.free("a")
     assert snapshot(manager) == before
     assert manager.num_free_blocks == 3
-
-
-def test_fork_and_parent_both_freed():
-    manager = KVCacheManager(4, 4)
-    compute(manager, "a", range(10))
-    manager.fork("a", "b")
-    manager.free("a")
-    assert manager.num_free_blocks == 0
-    manager.free("b")
-    assert manager.num_free_blocks == 3
-    for name in ("a", "b"):
-        with pytest.raises(UnknownSequenceError):
-            manager.free(name)
-    assert len(set(compute(manager, "c", range(100, 112)).block_ids)) == 3
-
-
-def test_eviction_inside_a_chain():
-    manager = KVCacheManager(4, 2)
-    cache(manager, [1, 2, 3, 4, 5, 6])
-    manager.add("other", 1)
-    manager.allocate_slots("other")
-    assert manager.match_prefix([1, 2, 3, 4, 5, 6, 7]) == 4
-
-
-def test_eviction_of_the_head():
-    manager = KVCacheManager(4, 2)
-    head = compute(manager, "a", [1, 2, 3, 4, 5, 6]).block_ids[0]
-    manager.pool.evict([head])
-    manager.free("a")
-    manager.check_integrity()
-    assert manager.match_prefix([1, 2, 3, 4, 5, 6, 7]) == 0
-
-
-def test_resume_after_preemption():
-    manager = KVCacheManager(10, 4)
-    compute(manager, "a", range(10))
-    manager.preempt("a")
-    granted = manager.allocate_slots("a")
-    assert granted.num_cached_tokens == 8
-    assert len(granted.block_ids) == 3
-    assert granted.slots == [granted.block_ids[2] * 4, granted.block_ids[2] * 4 + 1]
-
-
-@pytest.mark.parametrize(("partial_hits", "hit"), [(False, 4), (True, 7)])
-def test_whole_prompt_cached(partial_hits, hit):
-    manager = KVCacheManager(10, 4, partial_hits=partial_hits)
-    cache(manager, range(8))
-    assert manager.match_prefix(range(8)) == hit
-    assert manager.match_prefix(range(9)) == 8
-    manager.add("again", range(8))
-    granted = manager.allocate_slots("again")
-    assert granted.num_cached_tokens == hit
-    copies = manager.take_copies()
-    assert copies == ([(2, granted.block_ids[1])] if partial_hits else [])
-    assert granted.block_ids[1] != 2
-
-
-def test_collision():
-    manager = KVCacheManager(20, 4, hash_fn=lambda data: b"constant")
-    cache(manager, [1, 2, 3, 4, 9])
-    assert compute(manager, "other", [5, 6, 7, 8, 9]).num_cached_tokens == 0
-    assert compute(manager, "repeat", [1, 2, 3, 4, 9]).num_cached_tokens == 4
 
 
 def test_collision_of_equal_tokens():
@@ -132,100 +70,6 @@ def test_rejected_drafts():
         assert len(manager.block_ids("a")) == 2
     manager.free("a")
     assert manager.num_free_blocks == 9
-
-
-def test_accepted_drafts():
-    manager = KVCacheManager(10, 4)
-    compute(manager, "a", range(6))
-    manager.append("a", [6])
-    granted = manager.allocate_slots("a", 1, num_lookahead_tokens=3)
-    assert granted.lookahead_slots == [8 + 3, 12, 13]
-    # two of the three drafts are right
-    manager.append("a", [7, 8])
-    manager.commit("a", 3)
-    manager.check_integrity()
-    assert manager.match_prefix(range(20)) == 8
-    manager.truncate("a", 9)
-    assert manager.num_computed_tokens("a") == 9
-
-
-def test_divergence():
-    manager = KVCacheManager(20, 4)
-    compute(manager, "a", range(6))
-    manager.fork("a", "b")
-    manager.fork("a", "c")
-    for name, token in zip("abc", (10, 11, 12), strict=True):
-        manager.append(name, [token])
-        manager.allocate_slots(name)
-    last = manager.block_ids("c")
-    assert last[1] == 2  # in place
-    assert sorted(manager.take_copies()) == [(2, 3), (2, 4)]
-    for name in "abc":
-        manager.commit(name, 1)
-    manager.check_integrity()
-    assert len({block for name in "abc" for block in manager.block_ids(name)}) == 4
-    assert manager.pool.refs[last[0]] == 3
-
-
-def test_divergence_at_a_block_boundary():
-    manager = KVCacheManager(20, 4)
-    compute(manager, "a", range(8))
-    manager.fork("a", "b")
-    manager.fork("a", "c")
-    for name in "abc":
-        manager.append(name, [ord(name)])
-        manager.allocate_slots(name)
-    assert manager.take_copies() == []
-    assert len({block for name in "abc" for block in manager.block_ids(name)}) == 5
-
-
-def test_reorder():
-    manager = KVCacheManager(20, 4)
-    compute(manager, 0, range(4))
-    for beam in (1, 2):
-        manager.fork(0, beam)
-    for beam in range(3):
-        manager.append(beam, [10 + beam])
-        run(manager, beam)
-    old = [manager.block_ids(beam) for beam in range(3)]
-    free = manager.num_free_blocks
-    manager.reorder([0, 1, 2], [2, 0, 0])
-    manager.check_integrity()
-    assert [manager.block_ids(beam) for beam in range(3)] == [old[2], old[0], old[0]]
-    assert manager.num_free_blocks == free + 1
-    assert manager.pool.refs[old[1][1]] == 0
-    assert [list(manager.sequences[beam].tokens.part(4, 5)) for beam in range(3)] == [[12], [10], [10]]
-
-
-def test_accounting():
-    manager = KVCacheManager(11, 16)
-    a = list(range(55))
-    compute(manager, "a", a)
-    assert len(manager.block_ids("a")) == 4
-    assert manager.pool.num_published == 3
-    granted = compute(manager, "b", [*a[:48], 100, 101, 102, 103, 104])
-    assert granted.num_cached_tokens == 48
-    assert len(granted.new_block_ids) == 1
-    assert [manager.pool.refs[block] for block in granted.block_ids] == [2, 2, 2, 1]
-    assert manager.num_free_blocks == 5
-    manager.append("a", [7] * 4)
-    assert run(manager, "a").new_block_ids == []
-    manager.append("a", [8] * 19)
-    assert len(run(manager, "a").new_block_ids) == 1
-    published = [manager.pool.is_published(block) for block in manager.block_ids("a")]
-    assert published == [True, True, True, True, False]
-
-
-def test_no_cache():
-    manager = KVCacheManager(5, 4, enable_prefix_caching=False)
-    assert len(compute(manager, "a", range(10)).block_ids) == 3
-    manager.free("a")
-    granted = compute(manager, "b", range(16))
-    assert (granted.num_cached_tokens, len(granted.block_ids)) == (0, 4)
-    manager.append("b", [1, 2, 3, 4])
-    before = snapshot(manager)
-    assert manager.allocate_slots("b") is None
-    assert snapshot(manager) == before
 
 
 def test_salt():
@@ -265,92 +109,6 @@ def test_blocks_released_by_a_window():
         manager.commit("a", 1)
         manager.check_integrity()
     assert [released[computed] for computed in (4, 5, 7, 11)] == [0, 1, 2, 4]
-
-
-def test_partial_hits_never_spoil_the_cache():
-    manager = KVCacheManager(10, 4, partial_hits=True)
-    cache(manager, range(1, 9))
-    assert manager.match_prefix(range(1, 7)) == 5
-    manager.add("b", range(1, 7))
-    granted = manager.allocate_slots("b")
-    assert granted.num_cached_tokens == 5
-    assert granted.block_ids[0] == 1
-    assert manager.take_copies() == [(2, granted.block_ids[1])]
-    assert granted.slots == [granted.block_ids[1] * 4 + 1]
-    manager.commit("b", 1)
-    manager.check_integrity()
-    again = compute(manager, "c", range(1, 10))
-    assert again.num_cached_tokens == 8
-    assert again.block_ids[:2] == [1, 2]
-
-
-def test_partial_hit_without_a_block_for_the_copy():
-    manager = KVCacheManager(4, 4, partial_hits=True)
-    cache(manager, range(1, 9))
-    manager.add("last block", 1)
-    manager.allocate_slots("last block")
-    assert manager.num_free_blocks == 2
-    manager.add("b", range(1, 7))
-    granted = manager.allocate_slots("b")
-    assert granted.num_cached_tokens == 4
-    assert len(granted.slots) == 2
-    assert manager.take_copies() == []
-    manager.commit("b", 2)
-    manager.check_integrity()
-
-
-def test_chained_copies():
-    manager = KVCacheManager(10, 4, enable_prefix_caching=False)
-    compute(manager, "a", range(2))
-    manager.fork("a", "b")
-    manager.append("b", [10])
-    manager.allocate_slots("b")  # 1 -> 2
-    assert manager.block_ids("b") == [2]
-    with pytest.raises(PendingCopyError, match="block 2"):
-        manager.commit("b", 1)
-    manager.fork("b", "c")
-    manager.append("c", [11])
-    manager.allocate_slots("c")
-    assert manager.take_copies() == [(1, 2), (1, 3)]
-    manager.check_integrity()
-    assert manager.pool.pins == {}
-
-
-def test_copy_dropped_with_its_owner():
-    manager = KVCacheManager(10, 4, enable_prefix_caching=False)
-    compute(manager, "a", range(2))
-    for name in "bc":
-        manager.fork("a", name)
-        manager.append(name, [10])
-        manager.allocate_slots(name)
-    manager.free("c")
-    manager.check_integrity()
-    assert manager.take_copies() == [(1, 2)]
-
-
-def test_chunk_after_a_hit():
-    manager = KVCacheManager(40, 16)
-    cache(manager, range(300))
-    manager.add("a", range(300))
-    granted = manager.allocate_slots("a", 256)
-    assert granted.num_cached_tokens == 288
-    assert len(granted.slots) == 12
-
-
-def test_external_tokens():
-    manager = KVCacheManager(10, 16)
-    manager.add("a", range(40))
-    granted = manager.allocate_slots("a", num_external_tokens=32)
-    assert len(granted.block_ids) == 3
-    assert granted.slots == list(range(48, 56))
-    assert manager.match_prefix(range(40)) == 0
-    manager.commit("a", 32)
-    manager.check_integrity()
-    assert manager.match_prefix(range(40)) == 32
-    assert [manager.pool.is_published(block) for block in granted.block_ids] == [True, True, False]
-    again = manager.allocate_slots("a")
-    assert again.slots == granted.slots
-    assert again.new_block_ids == []
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda manager: pickle.loads(pickle.dumps(manager))])

@@ -180,18 +180,6 @@ def test_settings_are_named(settings, message):
         KVCacheManager(**{"num_blocks": 10, "block_size": 4, **settings})
 
 
-def test_a_sequence_without_tokens_is_legal():
-    """As one truncated to nothing is; its tokens come by `append`."""
-    manager = KVCacheManager(10, 4)
-    manager.add("a", [])
-    assert manager.num_tokens("a") == 0
-    assert manager.allocate_slots("a").slots == []
-    manager.append("a", [])
-    manager.append("a", range(5))
-    assert len(run(manager, "a").slots) == 5
-    manager.check_integrity()
-
-
 def test_attention_that_is_not_causal_is_prefilled_at_once():
     manager = KVCacheManager(10, 4, enable_prefix_caching=False, causal=False)
     manager.add("a", range(10))

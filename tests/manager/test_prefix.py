@@ -147,63 +147,6 @@ def test_partial_hit_takes_the_longest():
     assert manager.match_prefix([0, 1, 99]) == 2
 
 
-def test_partial_hits_are_copied_before_every_write():
-    """Two sequences write behind one partial hit: the cached block keeps its content, each has its own."""
-    manager = KVCacheManager(40, 4, partial_hits=True)
-    cache(manager, range(8))
-    for name in "ab":
-        manager.add(name, [*range(6), ord(name)])
-        assert manager.allocate_slots(name).num_cached_tokens == 6
-    copies = manager.take_copies()
-    assert [source for source, _ in copies] == [2, 2]
-    assert len({destination for _, destination in copies}) == 2
-    for name in "ab":
-        manager.commit(name, 1)
-    manager.check_integrity()
-    assert manager.match_prefix(range(9)) == 8
-
-
-def test_partial_hit_without_new_tokens_is_copied_later():
-    manager = KVCacheManager(40, 4, partial_hits=True)
-    cache(manager, range(8))
-    manager.add("a", range(6))
-    granted = manager.allocate_slots("a", 0)
-    assert granted.num_cached_tokens == 5
-    assert (granted.block_ids, granted.new_block_ids, granted.slots) == ([1, 2], [], [])
-    granted = run(manager, "a")
-    assert granted.num_cached_tokens == 0
-    assert granted.block_ids == [1, granted.new_block_ids[0]]
-
-
-def test_equal_blocks_are_all_kept():
-    manager = KVCacheManager(10, 4)
-    for name in "ab":  # both are admitted before either is committed
-        manager.add(name, range(5))
-        manager.allocate_slots(name)
-    for name in "ab":
-        manager.commit(name, 5)
-    manager.check_integrity()
-    first, second = (manager.block_ids(name)[0] for name in "ab")
-    assert manager.pool.index.hashes[first] == manager.pool.index.hashes[second] is not None
-    manager.free("a")
-    manager.pool.evict([second])
-    assert manager.match_prefix(range(5)) == 4
-    # a block in use is hit before a free one
-    manager.free("b")
-    compute(manager, "c", range(5))
-    assert manager.match_prefix(range(5)) == 4
-
-
-def test_a_cached_middle_hits_again_when_its_head_is_recomputed():
-    manager = KVCacheManager(10, 4)
-    head = compute(manager, "a", range(12)).block_ids[0]
-    manager.free("a")
-    manager.pool.evict([head])
-    assert manager.match_prefix(range(13)) == 0
-    cache(manager, range(4))
-    assert manager.match_prefix(range(13)) == 12
-
-
 def test_unknown_token_ids_are_never_hashed():
     manager = KVCacheManager(20, 4)
     compute(manager, "embeddings", 10)

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from pagedkv.errors import InvalidArgumentError, ReleasedPositionError
+from pagedkv.errors import InvalidArgumentError
 from pagedkv.manager import GroupSpec, KVCacheManager
 from pagedkv.manager.groups import Group
-from tests.manager.actions import cache, compute, run, snapshot
+from tests.manager.actions import cache, compute, run
 
 GEMMA = [GroupSpec("sliding", 8), GroupSpec("sliding", 8), GroupSpec()]
 
@@ -46,122 +46,6 @@ def test_chunked_attention_gives_back_whole_chunks(size):
         manager.check_integrity()
 
 
-def test_chunked_hits_need_the_current_chunk_only():
-    manager = KVCacheManager(40, 2, groups=[GroupSpec("chunked", 6)])
-    manager.add("a", range(10))
-    blocks = [run(manager, "a", 2).new_block_ids[0][0] for _ in range(5)]
-    manager.free("a")
-    assert manager.match_prefix(range(11)) == 10
-    manager.pool.evict(blocks[:3])
-    assert manager.match_prefix(range(11)) == 10
-    assert compute(manager, "b", range(11)).block_ids[0][:5] == [0, 0, 0, blocks[3], blocks[4]]
-    manager.free("b")
-    manager.pool.evict([blocks[3]])
-    assert manager.match_prefix(range(11)) == 0
-
-
-def test_prompt_longer_than_the_pool_passes_through_a_window():
-    manager = KVCacheManager(8, 2, sliding_window=4)
-    manager.add("a", range(1000))
-    assert manager.allocate_slots("a") is None  # all at once would need 500 blocks
-    while manager.num_computed_tokens("a") < 1000:
-        run(manager, "a", 6)
-    assert sum(block > 0 for block in manager.block_ids("a")) <= 5
-    manager.append("a", [1])
-    run(manager, "a")
-    manager.free("a")
-    assert manager.num_free_blocks == 7
-
-
-def test_none_releases_nothing():
-    manager = KVCacheManager(6, 2, sliding_window=4)
-    compute(manager, "a", range(7))
-    manager.append("a", [1] * 8)
-    before = snapshot(manager)
-    assert manager.allocate_slots("a") is None
-    assert snapshot(manager) == before
-    assert manager.allocate_slots("a", 3).block_ids[:2] == [0, 0]
-
-
-def test_released_blocks_serve_the_same_call():
-    manager = KVCacheManager(5, 2, sliding_window=3)
-    compute(manager, "a", range(8))
-    assert manager.num_free_blocks == 0
-    manager.append("a", range(6))
-    assert len(run(manager, "a").new_block_ids) == 3
-
-
-def test_drafts_never_move_the_window():
-    manager = KVCacheManager(20, 2, sliding_window=4)
-    compute(manager, "a", range(6))
-    granted = manager.allocate_slots("a", num_lookahead_tokens=8)
-    assert granted.block_ids[:2] == [0, 2]
-    manager.truncate("a", 6)
-    assert manager.allocate_slots("a", 0).block_ids[:2] == [0, 2]
-
-
-def test_truncating_into_released_positions():
-    manager = KVCacheManager(40, 2, sliding_window=4)
-    compute(manager, "a", range(20))
-    manager.append("a", [1])
-    run(manager, "a")  # gives back positions 0..15
-    assert manager.block_ids("a").count(0) == 8
-    for length in (18, 10, 1):
-        before = snapshot(manager)
-        with pytest.raises(ReleasedPositionError, match="below 16"):
-            manager.truncate("a", length)
-        assert snapshot(manager) == before
-    manager.truncate("a", 19)
-    manager.check_integrity()
-    manager.truncate("a", 0)
-    manager.check_integrity()
-    assert manager.block_ids("a") == []
-    manager.append("a", range(5))
-    assert run(manager, "a").slots[0] > 0
-    manager.free("a")
-    assert manager.num_free_blocks == 39
-
-
-def test_truncating_a_swapped_window():
-    manager = KVCacheManager(40, 2, sliding_window=4, num_host_blocks=20)
-    compute(manager, "a", range(20))
-    manager.append("a", [1])
-    run(manager, "a")
-    assert manager.preempt("a", "swap") == "swap"
-    with pytest.raises(ReleasedPositionError):
-        manager.truncate("a", 18)
-    manager.truncate("a", 19)
-    manager.check_integrity()
-    assert manager.allocate_slots("a").num_cached_tokens == 19
-
-
-def test_window_of_one_needs_the_last_block_as_a_proof():
-    manager = KVCacheManager(40, 2, sliding_window=1)
-    assert manager.match_prefix(range(9)) == 0
-    cache(manager, range(4))
-    assert manager.match_prefix(range(9)) == 4
-
-
-def test_window_longer_than_everything_is_full_attention():
-    manager = KVCacheManager(40, 2, sliding_window=1000)
-    cache(manager, range(20))
-    assert manager.match_prefix(range(21)) == 20
-    assert 0 not in compute(manager, "a", range(21)).block_ids
-
-
-def test_groups_are_allocated_one_after_another():
-    manager = KVCacheManager(20, 4, groups=[GroupSpec(), GroupSpec("sliding", 5)])
-    granted = compute(manager, "a", range(12))
-    assert granted.block_ids == [[1, 2, 3], [4, 5, 6]]
-    assert granted.new_block_ids == [[1, 2, 3], [4, 5, 6]]
-    assert granted.slots == [list(range(4, 16)), list(range(16, 28))]
-    manager.append("a", [1])
-    granted = run(manager, "a")
-    assert granted.block_ids == [[1, 2, 3, 7], [0, 0, 6, 8]]
-    assert granted.slots == [[28], [32]]
-    assert manager.block_ids("a") == granted.block_ids
-
-
 def test_hybrid_hits_are_what_every_group_can_serve():
     manager = KVCacheManager(60, 4, groups=GEMMA)
     first = compute(manager, "a", range(24)).block_ids
@@ -193,14 +77,6 @@ def test_eviction_in_one_group_leaves_the_others():
     assert [manager.pool.is_published(table[0]) for table in blocks] == [False, True, True]
     assert manager.match_prefix(range(9)) == 0
     assert manager.pool.num_published == 5
-
-
-def test_tails_of_all_groups_are_evicted_first():
-    manager = KVCacheManager(13, 4, groups=[GroupSpec(), GroupSpec("sliding", 100)])
-    cache(manager, range(24))  # 2 x 6 blocks: the whole pool
-    manager.add("other", 1)
-    manager.allocate_slots("other")
-    assert manager.match_prefix(range(25)) == 20
 
 
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (4, 6), (3, 2, 4)])
@@ -239,18 +115,6 @@ def test_hits_of_random_caches_against_brute_force():
         expected = max((length for length in range(4, 25, 4) if served(length)), default=0)
         assert manager.match_prefix(range(25)) == expected
         assert compute(manager, "b", range(25)).num_cached_tokens == expected
-
-
-def test_partial_hits_of_groups():
-    manager = KVCacheManager(60, 4, groups=GEMMA, partial_hits=True)
-    first = compute(manager, "a", range(12)).block_ids
-    manager.free("a")
-    manager.add("b", [*range(10), 50, 51])
-    granted = manager.allocate_slots("b")
-    assert granted.num_cached_tokens == 10
-    copies = manager.take_copies()
-    assert [source for source, _ in copies] == [table[2] for table in first]
-    assert [destination for _, destination in copies] == [table[2] for table in granted.block_ids]
 
 
 def test_settings_of_groups():
