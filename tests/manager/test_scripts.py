@@ -211,6 +211,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"num_blocks": 4, "block_size": 4},
         "compute a 0:4; compute b 10:14; compute c 20:24; decode a b c -> None",
     ),
+    "a fork at a block boundary publishes what it decodes": (
+        PLAIN,
+        """compute a 0:8; fork a b; decode b; committed b; decode b; committed b; decode b; committed b; decode b;
+        committed b; b -> 1 2 3; hit 0:8,7,7,7,7,1 -> 12""",
+    ),
     # swaps
     "swap that does not fit falls back": (
         {**PLAIN, "num_host_blocks": 2},

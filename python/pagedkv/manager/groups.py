@@ -19,6 +19,9 @@ class GroupSpec:
     kind: "full"; "sliding": the last `window` tokens, the token itself included; "chunked": the tokens of its own
     chunk of `window` tokens. block_size: tokens per block, None for the manager's; groups share one pool, so their
     blocks have equal bytes.
+
+    >>> GroupSpec("sliding", window=1024)
+    GroupSpec(kind='sliding', window=1024, block_size=None)
     """
 
     kind: str = "full"

@@ -50,6 +50,15 @@ class KVCacheManager:
     Raises:
         InvalidArgumentError, NonCausalError: a setting out of its range, or settings that exclude one another.
 
+    >>> manager = KVCacheManager(num_blocks=10, block_size=4)
+    >>> manager.add("request", [5, 6, 7, 8, 9, 10])
+    >>> granted = manager.allocate_slots("request")
+    >>> granted.new_block_ids, granted.slots
+    ([1, 2], [4, 5, 6, 7, 8, 9])
+    >>> manager.commit("request", 6)
+    >>> manager.match_prefix([5, 6, 7, 8, 1])
+    4
+
     Methods raise before they change anything: `UnknownSequenceError` for an id that was never added or is freed,
     `InvalidArgumentError` for values and types that are not accepted, and what each one names.
     """
