@@ -56,7 +56,7 @@ COMPILE_FLAGS = [
 
 def sources() -> list[str]:
     root = Path("csrc")
-    files = sorted(p.as_posix() for p in [*root.glob("*.cpp"), *root.glob("cpu/*.cpp")])
+    files = sorted(p.as_posix() for p in root.rglob("*.cpp"))
     return [f for f in files if X86 or Path(f).name not in MACHINE_FLAGS]
 
 

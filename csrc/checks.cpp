@@ -67,7 +67,29 @@ void block_size(const char* op, const char* argument, const TensorView& cache) {
                  "be in 1..2147483647 (block_size)", std::to_string(cache.size(1)));
 }
 
-std::optional<TensorView> head_vector(const char* op, const char* argument, const std::optional<Tensor>& tensor,
+void check_query(const char* op, const TensorView& q, const TensorView& k) {
+  rank(op, "query", q, 3, "[num_tokens, num_heads, head_size]");
+  is_float(op, "query", q);
+  on_cpu(op, "query", q, "key_cache");
+  last_contiguous(op, "query", q);
+  check_size(op, "query", q, 2, k.size(3), "key_cache.size(3)");
+  PAGEDKV_EXPECT(op, k.size(2) >= 1, "key_cache.size(2)", "be at least 1 (num_kv_heads)", std::to_string(k.size(2)));
+  PAGEDKV_EXPECT(op, k.size(3) >= 1, "key_cache.size(3)", "be at least 1 (head_size)", std::to_string(k.size(3)));
+  PAGEDKV_EXPECT(op, q.size(1) % k.size(2) == 0, "query.size(1)",
+                 "be a multiple of " + std::to_string(k.size(2)) + " (key_cache.size(2))", std::to_string(q.size(1)));
+}
+
+void check_options(const char* op, const AttentionCall& call) {
+  PAGEDKV_EXPECT(op, !call.scale || std::isfinite(*call.scale), "scale", "be finite", float_text(*call.scale));
+  const char* unlimited = "be -1 (unlimited) or more";
+  PAGEDKV_EXPECT(op, call.window_left >= -1, "window_left", unlimited, std::to_string(call.window_left));
+  PAGEDKV_EXPECT(op, call.window_right >= -1, "window_right", unlimited, std::to_string(call.window_right));
+  PAGEDKV_EXPECT(op, call.softcap >= 0 && std::isfinite(call.softcap), "softcap", "be 0 (off) or more, and finite",
+                 float_text(call.softcap));
+  PAGEDKV_EXPECT(op, call.num_splits >= 0, "num_splits", "be 0 (automatic) or more", std::to_string(call.num_splits));
+}
+
+std::optional<TensorView> head_vector(const char* op, const char* argument, const MaybeTensor& tensor,
                                       const TensorView& query) {
   if (!tensor) return std::nullopt;
   const TensorView view(*tensor);
@@ -101,7 +123,7 @@ void check_size(const char* op, const char* argument, const TensorView& tensor, 
                  "be " + std::to_string(size) + " like " + like, std::to_string(tensor.size(dim)));
 }
 
-void check_no_scale(const char* op, const char* argument, const std::optional<Tensor>& scale) {
+void check_no_scale(const char* op, const char* argument, const MaybeTensor& scale) {
   PAGEDKV_EXPECT(op, !scale, argument, "be None (quantised caches are not supported yet)", "a tensor");
 }
 
@@ -157,47 +179,29 @@ TableViews check_table(const char* op, const Tensor& block_table, const Tensor& 
   return views;
 }
 
-AttentionViews check_paged_attention(const char* op, const Tensor& query, const Tensor& key_cache,
-                                     const Tensor& value_cache, const Tensor& block_table, const Tensor& seq_lens,
-                                     const std::optional<Tensor>& cu_seqlens_q, const AttentionOptions& options) {
+AttentionViews check_paged_attention(const char* op, const AttentionCall& call) {
   AttentionViews views;
-  views.caches = check_caches(op, key_cache, value_cache);
-  views.query = given(op, "query", query);
-  const TensorView &q = views.query, &k = views.caches.key;
-  rank(op, "query", q, 3, "[num_tokens, num_heads, head_size]");
-  is_float(op, "query", q);
-  on_cpu(op, "query", q, "key_cache");
-  last_contiguous(op, "query", q);
-  check_size(op, "query", q, 2, k.size(3), "key_cache.size(3)");
-  PAGEDKV_EXPECT(op, k.size(2) >= 1, "key_cache.size(2)", "be at least 1 (num_kv_heads)", std::to_string(k.size(2)));
-  PAGEDKV_EXPECT(op, k.size(3) >= 1, "key_cache.size(3)", "be at least 1 (head_size)", std::to_string(k.size(3)));
-  PAGEDKV_EXPECT(op, q.size(1) % k.size(2) == 0, "query.size(1)",
-                 "be a multiple of " + std::to_string(k.size(2)) + " (key_cache.size(2))", std::to_string(q.size(1)));
-  views.table = check_table(op, block_table, seq_lens, "key_cache");
-  const int64_t num_seqs = views.table.seq_lens.size(0);
-  if (cu_seqlens_q) {
-    views.cu_seqlens_q = TensorView(*cu_seqlens_q);
+  views.caches = check_caches(op, call.key_cache, call.value_cache);
+  views.query = given(op, "query", call.query);
+  check_query(op, views.query, views.caches.key);
+  views.table = check_table(op, call.block_table, call.seq_lens, "key_cache");
+  const int64_t num_tokens = views.query.size(0), num_seqs = views.table.seq_lens.size(0);
+  if (call.cu_seqlens_q) {
+    views.cu_seqlens_q = TensorView(*call.cu_seqlens_q);
     rank(op, "cu_seqlens_q", *views.cu_seqlens_q, 1, "[batch+1]");
     is_index(op, "cu_seqlens_q", *views.cu_seqlens_q);
     on_cpu(op, "cu_seqlens_q", *views.cu_seqlens_q, "key_cache");
     check_size(op, "cu_seqlens_q", *views.cu_seqlens_q, 0, num_seqs + 1, "seq_lens.size(0) + 1");
   } else {
-    PAGEDKV_EXPECT(op, q.size(0) == num_seqs, "query.size(0)",
+    PAGEDKV_EXPECT(op, num_tokens == num_seqs, "query.size(0)",
                    "be " + std::to_string(num_seqs) + " like seq_lens.size(0) when cu_seqlens_q is not given",
-                   std::to_string(q.size(0)));
+                   std::to_string(num_tokens));
   }
-  PAGEDKV_EXPECT(op, !options.scale || std::isfinite(*options.scale), "scale", "be finite", float_text(*options.scale));
-  const char* unlimited = "be -1 (unlimited) or more";
-  PAGEDKV_EXPECT(op, options.window_left >= -1, "window_left", unlimited, std::to_string(options.window_left));
-  PAGEDKV_EXPECT(op, options.window_right >= -1, "window_right", unlimited, std::to_string(options.window_right));
-  PAGEDKV_EXPECT(op, options.softcap >= 0 && std::isfinite(options.softcap), "softcap",
-                 "be 0 (off) or more, and finite", float_text(options.softcap));
-  PAGEDKV_EXPECT(op, options.num_splits >= 0, "num_splits", "be 0 (automatic) or more",
-                 std::to_string(options.num_splits));
-  views.alibi_slopes = head_vector(op, "alibi_slopes", options.alibi_slopes, q);
-  views.sinks = head_vector(op, "sinks", options.sinks, q);
-  check_no_scale(op, "k_scale", options.k_scale);
-  check_no_scale(op, "v_scale", options.v_scale);
+  check_options(op, call);
+  views.alibi_slopes = head_vector(op, "alibi_slopes", call.alibi_slopes, views.query);
+  views.sinks = head_vector(op, "sinks", call.sinks, views.query);
+  check_no_scale(op, "k_scale", call.k_scale);
+  check_no_scale(op, "v_scale", call.v_scale);
   return views;
 }
 

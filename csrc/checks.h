@@ -10,6 +10,8 @@
 
 namespace pagedkv {
 
+using MaybeTensor = std::optional<Tensor>;
+
 [[noreturn]] void fail(const char* op, const std::string& argument, const std::string& expectation,
                        const std::string& actual);
 
@@ -37,23 +39,22 @@ struct TableViews {
   TensorView block_table, seq_lens;
 };
 
-// The optional arguments of attention; views are empty (data == null and dim == 0) where the argument is None.
-struct AttentionOptions {
+// The arguments of paged_attention, in the order of the schema.
+struct AttentionCall {
+  const Tensor &query, &key_cache, &value_cache, &block_table, &seq_lens;
+  const MaybeTensor& cu_seqlens_q;
   std::optional<double> scale;
   bool causal;
   int64_t window_left, window_right;
   double softcap;
-  const std::optional<Tensor>& alibi_slopes;
-  const std::optional<Tensor>& sinks;
-  const std::optional<Tensor>& k_scale;
-  const std::optional<Tensor>& v_scale;
+  const MaybeTensor &alibi_slopes, &sinks, &k_scale, &v_scale;
   int64_t num_splits;
 };
 
 CacheViews check_caches(const char* op, const Tensor& key_cache, const Tensor& value_cache);
 NewTokens check_new_tokens(const char* op, const Tensor& key, const Tensor& value, const CacheViews& caches,
                            const Tensor& slot_mapping);
-void check_no_scale(const char* op, const char* argument, const std::optional<Tensor>& scale);
+void check_no_scale(const char* op, const char* argument, const MaybeTensor& scale);
 void check_size(const char* op, const char* argument, const TensorView& tensor, int64_t dim, int64_t size,
                 const char* like);
 TableViews check_table(const char* op, const Tensor& block_table, const Tensor& seq_lens, const char* cache_name);
@@ -65,9 +66,7 @@ struct AttentionViews {
   std::optional<TensorView> cu_seqlens_q;
   std::optional<TensorView> alibi_slopes, sinks;
 };
-AttentionViews check_paged_attention(const char* op, const Tensor& query, const Tensor& key_cache,
-                                     const Tensor& value_cache, const Tensor& block_table, const Tensor& seq_lens,
-                                     const std::optional<Tensor>& cu_seqlens_q, const AttentionOptions& options);
+AttentionViews check_paged_attention(const char* op, const AttentionCall& call);
 
 struct MergeViews {
   TensorView out_a, lse_a, out_b, lse_b;

@@ -23,21 +23,54 @@ struct TrimAtEnd {
   throw std::runtime_error(std::string(op) + ": cannot allocate " + amount);
 }
 
-// An op that names itself when memory runs out, and gives back the scratch of an exceptionally large call.
-template <const char* kName, auto kFunction>
+// Runs an op; names it when memory runs out, and gives back the scratch of an exceptionally large call.
+template <typename F>
+auto run(const char* op, const F& f) {
+  const TrimAtEnd trim;
+  try {
+    return f();
+  } catch (const OutOfMemory& error) {
+    fail_to_allocate(op, error.bytes == INT64_MAX ? "2**63 bytes or more" : std::to_string(error.bytes) + " bytes");
+  } catch (const std::bad_alloc&) {
+    fail_to_allocate(op, "memory for a list");
+  }
+}
+
+// What torch calls: the functions of cpu/ops.h, or those that take their arguments as one struct.
+template <const char* kName, auto kFunction, typename = decltype(kFunction)>
 struct Op;
-template <const char* kName, typename Result, typename... Args, Result (*kFunction)(Args...)>
-struct Op<kName, kFunction> {
+template <const char* kName, auto kFunction, typename Result, typename... Args>
+struct Op<kName, kFunction, Result (*)(Args...)> {
   static Result call(Args... args) {
-    const TrimAtEnd trim;
-    try {
-      return kFunction(args...);
-    } catch (const OutOfMemory& error) {
-      fail_to_allocate(kName,
-                       error.bytes == INT64_MAX ? "2**63 bytes or more" : std::to_string(error.bytes) + " bytes");
-    } catch (const std::bad_alloc&) {
-      fail_to_allocate(kName, "memory for its lists");
-    }
+    return run(kName, [&] { return kFunction(args...); });
+  }
+};
+template <const char* kName, auto kFunction, typename Result>
+struct Op<kName, kFunction, Result (*)(const AttentionCall&)> {
+  static Result call(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_table,
+                     const Tensor& seq_lens, const MaybeTensor& cu_seqlens_q, std::optional<double> scale, bool causal,
+                     int64_t window_left, int64_t window_right, double softcap, const MaybeTensor& alibi_slopes,
+                     const MaybeTensor& sinks, const MaybeTensor& k_scale, const MaybeTensor& v_scale,
+                     int64_t num_splits) {
+    return run(kName, [&] {
+      return kFunction({query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, scale, causal, window_left,
+                        window_right, softcap, alibi_slopes, sinks, k_scale, v_scale, num_splits});
+    });
+  }
+};
+template <const char* kName, auto kFunction, typename Result>
+struct Op<kName, kFunction, Result (*)(const NewTokensCall&, const AttentionCall&)> {
+  static Result call(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
+                     const Tensor& value_cache, const Tensor& slot_mapping, const Tensor& block_table,
+                     const Tensor& seq_lens, const MaybeTensor& cu_seqlens_q, std::optional<double> scale, bool causal,
+                     int64_t window_left, int64_t window_right, double softcap, const MaybeTensor& alibi_slopes,
+                     const MaybeTensor& sinks, const MaybeTensor& k_scale, const MaybeTensor& v_scale,
+                     int64_t num_splits, const MaybeTensor& k_scale_cache, const MaybeTensor& v_scale_cache) {
+    return run(kName, [&] {
+      return kFunction({key, value, slot_mapping, k_scale_cache, v_scale_cache},
+                       {query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, scale, causal, window_left,
+                        window_right, softcap, alibi_slopes, sinks, k_scale, v_scale, num_splits});
+    });
   }
 };
 

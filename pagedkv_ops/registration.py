@@ -54,25 +54,28 @@ def _has_tangent(tensors: Any) -> bool:
 
 def _written(overload: Any) -> Callable[..., list[torch.Tensor]]:
     """A function of the op's arguments that lists the tensors its schema declares as written."""
-    writes = [a.alias_info is not None and a.alias_info.is_write for a in overload._schema.arguments]
-    indices = [i for i, a in enumerate(overload._schema.arguments) if writes[i] and not a.kwarg_only]
-    names = [a.name for i, a in enumerate(overload._schema.arguments) if writes[i] and a.kwarg_only]
+    arguments = overload._schema.arguments
+    writes = [argument for argument in arguments if argument.is_write]
+    indices = [i for i, argument in enumerate(arguments) if argument.is_write and not argument.kwarg_only]
+    names = [argument.name for argument in writes if argument.kwarg_only]
+    plain = all(str(argument.type) == "Tensor" for argument in writes if not argument.kwarg_only)
 
     def written(args: Any, kwargs: Any) -> list[torch.Tensor]:
-        values = [args[i] for i in indices if i < len(args)]
+        values = [args[i] for i in indices if args[i] is not None]  # the op refuses None
+        if not plain:
+            values = list(_tensors(values))
         if kwargs:
-            values += [kwargs[name] for name in names if name in kwargs]
-        return list(_tensors(values))
+            values += _tensors(kwargs.get(name) for name in names)
+        return values
 
     return written
 
 
-def _guards(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The op's kernels for the keys Autograd and ADInplaceOrView; neither runs under inference_mode.
+def _autograd_guard(name: str) -> Callable[..., Any]:
+    """Refuse inputs that require grad or carry a tangent, and count writes in the tensors' versions.
 
-    The first refuses inputs that require grad or carry a tangent, and does what the second is for on the way: a kernel
-    of its own would cost 2 us more. The second runs alone where a caller has excluded autograd. Writes count in the
-    tensors' versions, so that a backward that saved what was overwritten fails instead of using it.
+    A backward that saved what was overwritten then fails instead of using it. This costs 3 us under no_grad and nothing
+    under inference_mode, where versions stay: a kernel on ADInplaceOrView counts there too, for 5 us per write.
     """
     overload = op(name)
     written = _written(overload)
@@ -91,18 +94,11 @@ def _guards(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
 
-    def count_writes(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        torch._C._increment_version(written(args, kwargs))
-        return overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
-
-    return guard, count_writes
+    return guard
 
 
 if is_first_import:
     _namespace._library = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
     for _name, _schema in SCHEMAS.items():
         _namespace._library.define(_name + _schema, tags=TAGS)
-        _guard, _count_writes = _guards(_name)
-        _namespace._library.impl(_name, _guard, "Autograd", with_keyset=True)
-        if op(_name)._schema.is_mutable:
-            _namespace._library.impl(_name, _count_writes, "ADInplaceOrView", with_keyset=True)
+        _namespace._library.impl(_name, _autograd_guard(_name), "Autograd", with_keyset=True)

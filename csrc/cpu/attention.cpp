@@ -65,7 +65,7 @@ void read_indices(const char* op, const AttentionViews& views, AttentionArgs& ar
   args.blocks = blocks;
 }
 
-AttentionArgs make_args(const char* op, const AttentionViews& views, const AttentionOptions& options) {
+AttentionArgs make_args(const char* op, const AttentionViews& views, const AttentionCall& call) {
   const TensorView &query = views.query, &key = views.caches.key, &value = views.caches.value;
   AttentionArgs args;
   args.query = query.data;
@@ -82,13 +82,12 @@ AttentionArgs make_args(const char* op, const AttentionViews& views, const Atten
   args.head_size = key.size(3);
   args.value_head_size = value.size(3);
   args.block_size = key.size(1);
-  args.scale =
-      options.scale ? static_cast<float>(*options.scale) : 1.0f / std::sqrt(static_cast<float>(args.head_size));
-  args.softcap = softcap(options.softcap);
-  args.causal = options.causal;
-  args.window_left = window(options.window_left);
-  args.window_right = window(options.window_right);
-  args.num_splits = options.num_splits;
+  args.scale = call.scale ? static_cast<float>(*call.scale) : 1.0f / std::sqrt(static_cast<float>(args.head_size));
+  args.softcap = softcap(call.softcap);
+  args.causal = call.causal;
+  args.window_left = window(call.window_left);
+  args.window_right = window(call.window_right);
+  args.num_splits = call.num_splits;
   float* head_buffer = call_scratch().heads.reserve_for<float>(times(2, args.num_heads));
   args.alibi_slopes = head_values(views.alibi_slopes, head_buffer);
   args.sinks = head_values(views.sinks, head_buffer + args.num_heads);
@@ -126,63 +125,35 @@ Output attend(const AttentionViews& views, AttentionArgs& args, bool with_lse) {
   return output;
 }
 
-Output check_and_attend(const char* op, bool with_lse, const Tensor& query, const Tensor& key_cache,
-                        const Tensor& value_cache, const Tensor& block_table, const Tensor& seq_lens,
-                        const MaybeTensor& cu_seqlens_q, const AttentionOptions& options) {
-  const AttentionViews views =
-      check_paged_attention(op, query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, options);
-  AttentionArgs args = make_args(op, views, options);
+Output check_and_attend(const char* op, bool with_lse, const AttentionCall& call) {
+  const AttentionViews views = check_paged_attention(op, call);
+  AttentionArgs args = make_args(op, views, call);
   return attend(views, args, with_lse);
 }
 
 }  // namespace
 
-Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
-                       const Tensor& block_table, const Tensor& seq_lens, const MaybeTensor& cu_seqlens_q,
-                       std::optional<double> scale, bool causal, int64_t window_left, int64_t window_right,
-                       double softcap, const MaybeTensor& alibi_slopes, const MaybeTensor& sinks,
-                       const MaybeTensor& k_scale, const MaybeTensor& v_scale, int64_t num_splits) {
-  const AttentionOptions options{scale,        causal, window_left, window_right, softcap,
-                                 alibi_slopes, sinks,  k_scale,     v_scale,      num_splits};
-  return check_and_attend("paged_attention", false, query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q,
-                          options)
-      .out;
-}
+Tensor paged_attention(const AttentionCall& call) { return check_and_attend("paged_attention", false, call).out; }
 
-std::tuple<Tensor, Tensor> paged_attention_with_lse(
-    const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_table,
-    const Tensor& seq_lens, const MaybeTensor& cu_seqlens_q, std::optional<double> scale, bool causal,
-    int64_t window_left, int64_t window_right, double softcap, const MaybeTensor& alibi_slopes,
-    const MaybeTensor& sinks, const MaybeTensor& k_scale, const MaybeTensor& v_scale, int64_t num_splits) {
-  const AttentionOptions options{scale,        causal, window_left, window_right, softcap,
-                                 alibi_slopes, sinks,  k_scale,     v_scale,      num_splits};
-  Output output = check_and_attend("paged_attention_with_lse", true, query, key_cache, value_cache, block_table,
-                                   seq_lens, cu_seqlens_q, options);
+std::tuple<Tensor, Tensor> paged_attention_with_lse(const AttentionCall& call) {
+  Output output = check_and_attend("paged_attention_with_lse", true, call);
   return {std::move(output.out), std::move(*output.lse)};
 }
 
-Tensor paged_attention_append(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
-                              const Tensor& value_cache, const Tensor& slot_mapping, const Tensor& block_table,
-                              const Tensor& seq_lens, const MaybeTensor& cu_seqlens_q, std::optional<double> scale,
-                              bool causal, int64_t window_left, int64_t window_right, double softcap,
-                              const MaybeTensor& alibi_slopes, const MaybeTensor& sinks, const MaybeTensor& k_scale,
-                              const MaybeTensor& v_scale, int64_t num_splits, const MaybeTensor& k_scale_cache,
-                              const MaybeTensor& v_scale_cache) {
+Tensor paged_attention_append(const NewTokensCall& new_tokens, const AttentionCall& call) {
   const char* op = "paged_attention_append";
-  const AttentionOptions options{scale,        causal, window_left, window_right, softcap,
-                                 alibi_slopes, sinks,  k_scale,     v_scale,      num_splits};
-  AttentionViews views =
-      check_paged_attention(op, query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, options);
-  const NewTokens tokens = check_new_tokens(op, key, value, views.caches, slot_mapping);
+  AttentionViews views = check_paged_attention(op, call);
+  const NewTokens tokens =
+      check_new_tokens(op, new_tokens.key, new_tokens.value, views.caches, new_tokens.slot_mapping);
   check_size(op, "key", tokens.key, 0, views.query.size(0), "query.size(0)");
-  check_no_scale(op, "k_scale_cache", k_scale_cache);
-  check_no_scale(op, "v_scale_cache", v_scale_cache);
+  check_no_scale(op, "k_scale_cache", new_tokens.k_scale_cache);
+  check_no_scale(op, "v_scale_cache", new_tokens.v_scale_cache);
   check_distinct_caches(op, views.caches);
   const int64_t* slots = slots_of(op, tokens, views.caches);
   ReadFirst query_copy;
   query_copy.apply(views.query, views.caches.key);
   query_copy.apply(views.query, views.caches.value);
-  AttentionArgs args = make_args(op, views, options);
+  AttentionArgs args = make_args(op, views, call);
   write_checked(tokens, slots, views.caches);
   return attend(views, args, false).out;
 }

@@ -9,8 +9,6 @@
 
 namespace pagedkv {
 
-using MaybeTensor = std::optional<Tensor>;
-
 void write_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
               const Tensor& slot_mapping, const MaybeTensor& k_scale, const MaybeTensor& v_scale,
               const MaybeTensor& k_scale_cache, const MaybeTensor& v_scale_cache);
@@ -18,23 +16,14 @@ void write_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache, c
 const int64_t* slots_of(const char* op, const NewTokens& tokens, const CacheViews& caches);
 void write_checked(NewTokens tokens, const int64_t* slots, const CacheViews& caches);
 
-Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
-                       const Tensor& block_table, const Tensor& seq_lens, const MaybeTensor& cu_seqlens_q,
-                       std::optional<double> scale, bool causal, int64_t window_left, int64_t window_right,
-                       double softcap, const MaybeTensor& alibi_slopes, const MaybeTensor& sinks,
-                       const MaybeTensor& k_scale, const MaybeTensor& v_scale, int64_t num_splits);
-std::tuple<Tensor, Tensor> paged_attention_with_lse(
-    const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_table,
-    const Tensor& seq_lens, const MaybeTensor& cu_seqlens_q, std::optional<double> scale, bool causal,
-    int64_t window_left, int64_t window_right, double softcap, const MaybeTensor& alibi_slopes,
-    const MaybeTensor& sinks, const MaybeTensor& k_scale, const MaybeTensor& v_scale, int64_t num_splits);
-Tensor paged_attention_append(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
-                              const Tensor& value_cache, const Tensor& slot_mapping, const Tensor& block_table,
-                              const Tensor& seq_lens, const MaybeTensor& cu_seqlens_q, std::optional<double> scale,
-                              bool causal, int64_t window_left, int64_t window_right, double softcap,
-                              const MaybeTensor& alibi_slopes, const MaybeTensor& sinks, const MaybeTensor& k_scale,
-                              const MaybeTensor& v_scale, int64_t num_splits, const MaybeTensor& k_scale_cache,
-                              const MaybeTensor& v_scale_cache);
+Tensor paged_attention(const AttentionCall& call);
+std::tuple<Tensor, Tensor> paged_attention_with_lse(const AttentionCall& call);
+// What paged_attention_append takes beside the arguments of paged_attention.
+struct NewTokensCall {
+  const Tensor &key, &value, &slot_mapping;
+  const MaybeTensor &k_scale_cache, &v_scale_cache;
+};
+Tensor paged_attention_append(const NewTokensCall& tokens, const AttentionCall& call);
 
 std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
                                         const Tensor& lse_b);

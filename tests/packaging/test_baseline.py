@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ["tests/packaging/baseline.cpp", "csrc/cpu/kernels_baseline.cpp", "csrc/cpu/scratch.cpp"]
+SOURCES = ["tests/packaging/baseline.cpp", "csrc/cpu/isa/kernels_baseline.cpp", "csrc/cpu/scratch.cpp"]
 
 pytestmark = pytest.mark.skipif(not (ROOT / "csrc").is_dir(), reason="these tests are beside a wheel, not its sources")
 

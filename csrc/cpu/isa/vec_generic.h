@@ -1,7 +1,7 @@
 // Any machine, by the compiler's vector types: SSE2 on x86-64, NEON on Arm. See vec.h.
 #pragma once
 
-#include "types.h"
+#include "../types.h"
 
 namespace pagedkv::PAGEDKV_ISA {
 
@@ -80,11 +80,6 @@ PAGEDKV_INLINE void store_first(T* p, Vec v, int64_t n) {
   for (int64_t i = 0; i < n; ++i) p[i] = copy[i];
 }
 
-template <typename T>
-PAGEDKV_INLINE void load_pair(const T* p, Vec& a, Vec& b) {
-  a = load(p);
-  b = load(p + kLanes);
-}
 // Two bfloat16 share a 32-bit lane: a shift and a mask widen 8 of them without a shuffle.
 PAGEDKV_INLINE void load_pair(const BFloat16* p, Vec& even, Vec& odd) {
   static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "pair_index assumes that the even element is the low half");
@@ -93,26 +88,15 @@ PAGEDKV_INLINE void load_pair(const BFloat16* p, Vec& even, Vec& odd) {
   even = reinterpret_cast<Vec>(bits << 16);
   odd = reinterpret_cast<Vec>(bits & 0xffff0000);
 }
-template <typename T>
-PAGEDKV_INLINE void load_pair_first(const T* p, int64_t n, Vec& a, Vec& b) {
-  T copy[2 * kLanes] = {};
+PAGEDKV_INLINE void load_pair_first(const BFloat16* p, int64_t n, Vec& even, Vec& odd) {
+  BFloat16 copy[2 * kLanes] = {};
   for (int64_t i = 0; i < n; ++i) copy[i] = p[i];
-  load_pair(copy, a, b);
+  load_pair(copy, even, odd);
 }
-template <typename T>
-PAGEDKV_INLINE int pair_index(int lane) {
-  if constexpr (DTypeOf<T>::value == DType::kBFloat16) return lane < kLanes ? 2 * lane : 2 * (lane - kLanes) + 1;
-  return lane;
-}
-template <typename T>
-PAGEDKV_INLINE void store_pair(float* p, Vec a, Vec b) {
-  if constexpr (DTypeOf<T>::value == DType::kBFloat16) {
-    store(p, Vec{a[0], b[0], a[1], b[1]});
-    store(p + kLanes, Vec{a[2], b[2], a[3], b[3]});
-  } else {
-    store(p, a);
-    store(p + kLanes, b);
-  }
+PAGEDKV_INLINE void interleave(Vec& a, Vec& b) {
+  const Vec first{a[0], b[0], a[1], b[1]};
+  b = Vec{a[2], b[2], a[3], b[3]};
+  a = first;
 }
 
 PAGEDKV_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
@@ -135,7 +119,6 @@ PAGEDKV_INLINE Vec exp2(Vec x) {
   return select(x == x, flushed, x);
 }
 
-PAGEDKV_INLINE float reduce_add(Vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 template <typename F>
 PAGEDKV_INLINE Vec join_lanes(const Vec v[kLanes], const F& f) {
   const Vec ab = f(__builtin_shufflevector(v[0], v[1], 0, 4, 1, 5), __builtin_shufflevector(v[0], v[1], 2, 6, 3, 7));
@@ -148,24 +131,6 @@ PAGEDKV_INLINE Vec group_max(Vec v) {
   if constexpr (n >= 4) v = max(v, __builtin_shufflevector(v, v, 2, 3, 0, 1));
   return v;
 }
-template <int n>
-PAGEDKV_INLINE Vec group_add(Vec v) {
-  if constexpr (n >= 2) v += __builtin_shufflevector(v, v, 1, 0, 3, 2);
-  if constexpr (n >= 4) v += __builtin_shufflevector(v, v, 2, 3, 0, 1);
-  return v;
-}
-
 PAGEDKV_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
-
-constexpr bool kHasDotBF16 = false;
-using PairBits = Bits;
-PAGEDKV_INLINE Vec dot_bf16(Vec acc, PairBits, PairBits) { return acc; }
-PAGEDKV_INLINE PairBits load_bits(const BFloat16*) { return PairBits{}; }
-PAGEDKV_INLINE PairBits load_bits_first(const BFloat16*, int64_t) { return PairBits{}; }
-PAGEDKV_INLINE PairBits pack_bf16(Vec, Vec) { return PairBits{}; }
-PAGEDKV_INLINE void zip_bits(PairBits, PairBits, PairBits&, PairBits&) {}
-PAGEDKV_INLINE void store_zipped(float*, Vec, Vec) {}
-PAGEDKV_INLINE void store_rounded(BFloat16*, Vec) {}
-PAGEDKV_INLINE PairBits broadcast_two(const BFloat16*) { return PairBits{}; }
 
 }  // namespace pagedkv::PAGEDKV_ISA

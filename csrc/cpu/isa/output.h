@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "attention_args.h"
+#include "../attention_args.h"
 #include "vec.h"
 
 namespace pagedkv::PAGEDKV_ISA {

@@ -2,8 +2,8 @@
 // tile (decode_tile.h); a tile visits all KV heads of the task.
 #pragma once
 
+#include "../kernels.h"
 #include "decode_tile.h"
-#include "kernels.h"
 #include "output.h"
 #include "vec.h"
 

@@ -1,8 +1,7 @@
-"""Every public function shows an example, and it gives what it says."""
+"""What the docstrings of the ops promise to hold; tests/test_doctests.py runs their examples."""
 
 from __future__ import annotations
 
-import doctest
 import inspect
 
 import pytest
@@ -12,22 +11,14 @@ import pagedkv_ops
 from pagedkv_ops import arguments
 from pagedkv_ops.schema import SCHEMAS
 
-FUNCTIONS = [name for name in pagedkv_ops.__all__ if callable(getattr(pagedkv_ops, name))]
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_example(name):
-    function = getattr(pagedkv_ops, name)
-    finder = doctest.DocTestFinder(recurse=False)
-    (example,) = finder.find(function, name, globs={"torch": torch, **vars(pagedkv_ops)})
-    assert example.examples
-    assert doctest.DocTestRunner().run(example).failed == 0
-
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_every_argument_has_a_line_of_its_own(name):
+def test_every_argument_has_a_line_of_its_own_and_every_op_an_example(name):
     function = getattr(pagedkv_ops, name)
     lines = [line.strip() for line in function.__doc__.splitlines()]
+    assert any(
+        line.startswith(f">>> {name}(") or f" {name}(" in line for line in lines if line.startswith((">>>", "..."))
+    )
     shown = inspect.signature(function).parameters
     for argument in getattr(torch.ops.pagedkv, name).default._schema.arguments:
         if argument.name in shown:

@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "types.h"
+#include "../types.h"
 
 namespace pagedkv::PAGEDKV_ISA {
 
@@ -62,16 +62,6 @@ PAGEDKV_INLINE void store_first(T* p, Vec v, int64_t n) {
   for (int64_t i = 0; i < n; ++i) p[i] = copy[i];
 }
 
-template <typename T>
-PAGEDKV_INLINE void load_pair(const T* p, Vec& a, Vec& b) {
-  a = load(p);
-  b = load(p + kLanes);
-}
-template <typename T>
-PAGEDKV_INLINE void load_pair_first(const T* p, int64_t n, Vec& a, Vec& b) {
-  a = load_first(p, n < kLanes ? n : kLanes);
-  b = n > kLanes ? load_first(p + kLanes, n - kLanes) : zero();
-}
 // Two bfloat16 share a 32-bit lane: a shift and a mask widen 16 of them without a shuffle.
 PAGEDKV_INLINE void load_pair(const BFloat16* p, Vec& even, Vec& odd) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -83,20 +73,10 @@ PAGEDKV_INLINE void load_pair_first(const BFloat16* p, int64_t n, Vec& even, Vec
   for (int64_t i = 0; i < n; ++i) copy[i] = p[i];
   load_pair(copy, even, odd);
 }
-template <typename T>
-PAGEDKV_INLINE int pair_index(int lane) {
-  if constexpr (DTypeOf<T>::value == DType::kBFloat16) return lane < kLanes ? 2 * lane : 2 * (lane - kLanes) + 1;
-  return lane;
-}
-template <typename T>
-PAGEDKV_INLINE void store_pair(float* p, Vec a, Vec b) {
-  if constexpr (DTypeOf<T>::value == DType::kBFloat16) {
-    const Vec low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
-    a = _mm256_permute2f128_ps(low, high, 0x20);
-    b = _mm256_permute2f128_ps(low, high, 0x31);
-  }
-  store(p, a);
-  store(p + kLanes, b);
+PAGEDKV_INLINE void interleave(Vec& a, Vec& b) {
+  const Vec low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
+  a = _mm256_permute2f128_ps(low, high, 0x20);
+  b = _mm256_permute2f128_ps(low, high, 0x31);
 }
 
 PAGEDKV_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
@@ -123,12 +103,6 @@ PAGEDKV_INLINE Vec exp2(Vec x) {
   return _mm256_blendv_ps(scaled, x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
 }
 
-PAGEDKV_INLINE __m128 fold(Vec v) { return _mm256_castps256_ps128(v); }
-PAGEDKV_INLINE float reduce_add(Vec v) {
-  const __m128 half = _mm_add_ps(fold(v), _mm256_extractf128_ps(v, 1));
-  const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
-  return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
-}
 template <typename F>
 PAGEDKV_INLINE Vec join_within_halves(Vec a, Vec b, Vec c, Vec d, const F& f) {
   const Vec ab = f(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
@@ -143,33 +117,14 @@ PAGEDKV_INLINE Vec join_lanes(const Vec v[kLanes], const F& f) {
   return f(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
 }
 
-template <int n, typename F>
-PAGEDKV_INLINE Vec group_reduce(Vec v, const F& f) {
-  if constexpr (n >= 2) v = f(v, _mm256_permute_ps(v, 0xb1));
-  if constexpr (n >= 4) v = f(v, _mm256_permute_ps(v, 0x4e));
-  if constexpr (n >= 8) v = f(v, _mm256_permute2f128_ps(v, v, 0x01));
-  return v;
-}
 template <int n>
 PAGEDKV_INLINE Vec group_max(Vec v) {
-  return group_reduce<n>(v, [](Vec a, Vec b) PAGEDKV_LAMBDA { return max(a, b); });
-}
-template <int n>
-PAGEDKV_INLINE Vec group_add(Vec v) {
-  return group_reduce<n>(v, [](Vec a, Vec b) PAGEDKV_LAMBDA { return a + b; });
+  if constexpr (n >= 2) v = max(v, _mm256_permute_ps(v, 0xb1));
+  if constexpr (n >= 4) v = max(v, _mm256_permute_ps(v, 0x4e));
+  if constexpr (n >= 8) v = max(v, _mm256_permute2f128_ps(v, v, 0x01));
+  return v;
 }
 
 PAGEDKV_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
-
-constexpr bool kHasDotBF16 = false;
-using PairBits = __m256i;
-PAGEDKV_INLINE Vec dot_bf16(Vec acc, PairBits, PairBits) { return acc; }
-PAGEDKV_INLINE PairBits load_bits(const BFloat16*) { return PairBits{}; }
-PAGEDKV_INLINE PairBits load_bits_first(const BFloat16*, int64_t) { return PairBits{}; }
-PAGEDKV_INLINE PairBits pack_bf16(Vec, Vec) { return PairBits{}; }
-PAGEDKV_INLINE void zip_bits(PairBits, PairBits, PairBits&, PairBits&) {}
-PAGEDKV_INLINE void store_zipped(float*, Vec, Vec) {}
-PAGEDKV_INLINE void store_rounded(BFloat16*, Vec) {}
-PAGEDKV_INLINE PairBits broadcast_two(const BFloat16*) { return PairBits{}; }
 
 }  // namespace pagedkv::PAGEDKV_ISA

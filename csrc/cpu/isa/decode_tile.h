@@ -7,7 +7,7 @@
 #include <cfloat>
 #include <type_traits>
 
-#include "kernels.h"
+#include "../kernels.h"
 #include "vec.h"
 
 namespace pagedkv::PAGEDKV_ISA {
@@ -196,6 +196,16 @@ PAGEDKV_INLINE void tile_softmax(const Pack& pack, Vec* scores) {
   store(pack.sum, sum);
 }
 
+// f(row, vector, its place in pack.acc) for kVecs vectors of columns from `column` on.
+template <int kRows, int kVecs, typename F>
+PAGEDKV_INLINE void for_columns(const Pack& pack, int64_t column, const F& f) {
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kVecs; ++i) f(r, i, pack.acc + r * pack.acc_stride + column + i * kLanes);
+  }
+}
+
 // acc += weights * values for kPairs * 2 * kLanes columns from `column` on; kWhole: all 16 tokens are visible.
 template <typename T, int kRows, int kPairs, bool kWhole>
 PAGEDKV_INLINE void accumulate_columns(const TileContext& c, const Pack& pack, const float* weights, int64_t column,
@@ -203,11 +213,7 @@ PAGEDKV_INLINE void accumulate_columns(const TileContext& c, const Pack& pack, c
   constexpr int kTokens = kLanes / kRows;
   constexpr int kStep = 2 * kLanes;
   Vec acc[kRows][2 * kPairs];
-#pragma GCC unroll 4
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 16
-    for (int i = 0; i < 2 * kPairs; ++i) acc[r][i] = load(pack.acc + r * pack.acc_stride + column + i * kLanes);
-  }
+  for_columns<kRows, 2 * kPairs>(pack, column, [&](int r, int i, float* p) PAGEDKV_LAMBDA { acc[r][i] = load(p); });
   const char* const* line = c.ahead_lines->value + kTile * column * static_cast<int64_t>(sizeof(T)) / kLine;
   const auto token = [&](int t) PAGEDKV_LAMBDA {
     const T* value = reinterpret_cast<const T*>(c.rows->value[t] + c.value_offset) + column;
@@ -235,11 +241,7 @@ PAGEDKV_INLINE void accumulate_columns(const TileContext& c, const Pack& pack, c
   } else {
     for (int t = c.first; t < c.last; ++t) token(t);
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 16
-    for (int i = 0; i < 2 * kPairs; ++i) store(pack.acc + r * pack.acc_stride + column + i * kLanes, acc[r][i]);
-  }
+  for_columns<kRows, 2 * kPairs>(pack, column, [&](int r, int i, float* p) PAGEDKV_LAMBDA { store(p, acc[r][i]); });
 }
 
 // The same with bfloat16 weights, two tokens per dot product: half the multiply-adds, for an error below that of
@@ -250,11 +252,7 @@ PAGEDKV_INLINE void dot_columns(const TileContext& c, const Pack& pack, const BF
   constexpr int kTokens = kLanes / kRows;
   constexpr int kStep = 2 * kLanes;
   Vec acc[kRows][2 * kPairs];
-#pragma GCC unroll 4
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 16
-    for (int i = 0; i < 2 * kPairs; ++i) acc[r][i] = load(pack.acc + r * pack.acc_stride + column + i * kLanes);
-  }
+  for_columns<kRows, 2 * kPairs>(pack, column, [&](int r, int i, float* p) PAGEDKV_LAMBDA { acc[r][i] = load(p); });
   const auto bits = [&](int t, int i) PAGEDKV_LAMBDA {
     prefetch(c.ahead->value[t] + c.ahead_value_offset + (column + i * kStep) * sizeof(BFloat16));
     const auto* value = reinterpret_cast<const BFloat16*>(c.rows->value[t] + c.value_offset) + column + i * kStep;
@@ -280,11 +278,7 @@ PAGEDKV_INLINE void dot_columns(const TileContext& c, const Pack& pack, const BF
   } else {
     for (int t = c.first / 2 * 2; t < c.last; t += 2) tokens(t);
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 16
-    for (int i = 0; i < 2 * kPairs; ++i) store(pack.acc + r * pack.acc_stride + column + i * kLanes, acc[r][i]);
-  }
+  for_columns<kRows, 2 * kPairs>(pack, column, [&](int r, int i, float* p) PAGEDKV_LAMBDA { store(p, acc[r][i]); });
 }
 
 // All columns of the values, in steps of kPairs, then one pair, then what remains.

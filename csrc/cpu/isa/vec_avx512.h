@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "types.h"
+#include "../types.h"
 
 namespace pagedkv::PAGEDKV_ISA {
 
@@ -56,16 +56,6 @@ PAGEDKV_INLINE void store_first(T* p, Vec v, int64_t n) {
   _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(p, v));
 }
 
-template <typename T>
-PAGEDKV_INLINE void load_pair(const T* p, Vec& a, Vec& b) {
-  a = load(p);
-  b = load(p + kLanes);
-}
-template <typename T>
-PAGEDKV_INLINE void load_pair_first(const T* p, int64_t n, Vec& a, Vec& b) {
-  a = load_first(p, n < kLanes ? n : kLanes);
-  b = n > kLanes ? load_first(p + kLanes, n - kLanes) : zero();
-}
 // Two bfloat16 share a 32-bit lane: a shift and a mask widen 32 of them without a shuffle.
 PAGEDKV_INLINE void split_pair(__m512i bits, Vec& even, Vec& odd) {
   even = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
@@ -75,22 +65,12 @@ PAGEDKV_INLINE void load_pair(const BFloat16* p, Vec& even, Vec& odd) { split_pa
 PAGEDKV_INLINE void load_pair_first(const BFloat16* p, int64_t n, Vec& even, Vec& odd) {
   split_pair(_mm512_maskz_loadu_epi16(first_halves(n), p), even, odd);
 }
-template <typename T>
-PAGEDKV_INLINE int pair_index(int lane) {
-  if constexpr (DTypeOf<T>::value == DType::kBFloat16) return lane < kLanes ? 2 * lane : 2 * (lane - kLanes) + 1;
-  return lane;
-}
-template <typename T>
-PAGEDKV_INLINE void store_pair(float* p, Vec a, Vec b) {
-  if constexpr (DTypeOf<T>::value == DType::kBFloat16) {
-    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-    const Vec first = _mm512_permutex2var_ps(a, low, b);
-    b = _mm512_permutex2var_ps(a, high, b);
-    a = first;
-  }
-  store(p, a);
-  store(p + kLanes, b);
+PAGEDKV_INLINE void interleave(Vec& a, Vec& b) {
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  const Vec first = _mm512_permutex2var_ps(a, low, b);
+  b = _mm512_permutex2var_ps(a, high, b);
+  a = first;
 }
 
 PAGEDKV_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
@@ -111,8 +91,6 @@ PAGEDKV_INLINE Vec exp2(Vec x) {
   return _mm512_scalef_ps(p, x);  // p * 2^floor(x)
 }
 
-PAGEDKV_INLINE float reduce_add(Vec v) { return _mm512_reduce_add_ps(v); }
-
 // 4 vectors -> one whose 128-bit lane i joins the lanes i of each.
 template <typename F>
 PAGEDKV_INLINE Vec join_within_quarters(Vec a, Vec b, Vec c, Vec d, const F& f) {
@@ -132,21 +110,13 @@ PAGEDKV_INLINE Vec join_lanes(const Vec v[kLanes], const F& f) {
   return f(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
 }
 
-template <int n, typename F>
-PAGEDKV_INLINE Vec group_reduce(Vec v, const F& f) {
-  if constexpr (n >= 2) v = f(v, _mm512_permute_ps(v, 0xb1));
-  if constexpr (n >= 4) v = f(v, _mm512_permute_ps(v, 0x4e));
-  if constexpr (n >= 8) v = f(v, _mm512_shuffle_f32x4(v, v, 0xb1));
-  if constexpr (n >= 16) v = f(v, _mm512_shuffle_f32x4(v, v, 0x4e));
-  return v;
-}
 template <int n>
 PAGEDKV_INLINE Vec group_max(Vec v) {
-  return group_reduce<n>(v, [](Vec a, Vec b) PAGEDKV_LAMBDA { return max(a, b); });
-}
-template <int n>
-PAGEDKV_INLINE Vec group_add(Vec v) {
-  return group_reduce<n>(v, [](Vec a, Vec b) PAGEDKV_LAMBDA { return a + b; });
+  if constexpr (n >= 2) v = max(v, _mm512_permute_ps(v, 0xb1));
+  if constexpr (n >= 4) v = max(v, _mm512_permute_ps(v, 0x4e));
+  if constexpr (n >= 8) v = max(v, _mm512_shuffle_f32x4(v, v, 0xb1));
+  if constexpr (n >= 16) v = max(v, _mm512_shuffle_f32x4(v, v, 0x4e));
+  return v;
 }
 
 PAGEDKV_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
@@ -183,17 +153,6 @@ PAGEDKV_INLINE PairBits broadcast_two(const BFloat16* p) {
   __builtin_memcpy(&word, p, sizeof(word));
   return _mm512_set1_epi32(word);
 }
-#else
-constexpr bool kHasDotBF16 = false;
-using PairBits = __m512i;
-PAGEDKV_INLINE Vec dot_bf16(Vec acc, PairBits, PairBits) { return acc; }
-PAGEDKV_INLINE PairBits load_bits(const BFloat16*) { return PairBits{}; }
-PAGEDKV_INLINE PairBits load_bits_first(const BFloat16*, int64_t) { return PairBits{}; }
-PAGEDKV_INLINE PairBits pack_bf16(Vec, Vec) { return PairBits{}; }
-PAGEDKV_INLINE void zip_bits(PairBits, PairBits, PairBits&, PairBits&) {}
-PAGEDKV_INLINE void store_zipped(float*, Vec, Vec) {}
-PAGEDKV_INLINE void store_rounded(BFloat16*, Vec) {}
-PAGEDKV_INLINE PairBits broadcast_two(const BFloat16*) { return PairBits{}; }
 #endif
 
 }  // namespace pagedkv::PAGEDKV_ISA

@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "kernels.h"
+#include "../kernels.h"
 #include "output.h"
 #include "vec.h"
 

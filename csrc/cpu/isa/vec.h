@@ -13,14 +13,14 @@
 //   load_pair_first(p, n, a, b)      the same with n <= 2 * kLanes elements, the rest 0
 //   pair_index<T>(i)                 which of the 2 * kLanes elements lane i of (a, b) holds
 //   store_pair<T>(float*, a, b)      writes the 2 * kLanes floats of such a pair in natural order
+//   interleave(a, b)                 a0 b0 a1 b1 ...
 //   fma(a, b, c)                     a * b + c
 //   max(a, b) min(a, b)              NaN in b is kept
 //   less(a, b) select(m, a, b) any(m)
 //   exp2(x)                          2^x, relative error < 3e-7, exactly 1 at 0 and exactly 0 from -150 down (-inf too)
-//   reduce_add(v)
 //   join_lanes(const Vec[kLanes], f) lane i joins the lanes of vector i by f(Vec, Vec), in the same order for every i
 //   reduce_lanes(v) max_lanes(v)     join_lanes with the sum and the maximum
-//   group_max<n>(v) group_add<n>(v)  over each run of n lanes, the result in every lane of the run
+//   group_max<n>(v)                  over each run of n lanes, the result in every lane of the run
 //   prefetch(p)                      into the second-level cache
 //   kHasDotBF16, dot_bf16(acc, a, b) acc + pairwise products of 2 * kLanes bfloat16 (PairBits); only where kHasDotBF16
 //   load_bits(const BFloat16*)       2 * kLanes bfloat16 as they are; load_bits_first(p, n)
@@ -32,7 +32,7 @@
 // clang-format on
 #pragma once
 
-#include "types.h"
+#include "../types.h"
 
 #if defined(PAGEDKV_ISA_AVX512)
 #include "vec_avx512.h"
@@ -43,6 +43,42 @@
 #endif
 
 namespace pagedkv::PAGEDKV_ISA {
+
+template <typename T>
+PAGEDKV_INLINE void load_pair(const T* p, Vec& a, Vec& b) {
+  a = load(p);
+  b = load(p + kLanes);
+}
+template <typename T>
+PAGEDKV_INLINE void load_pair_first(const T* p, int64_t n, Vec& a, Vec& b) {
+  a = load_first(p, n < kLanes ? n : kLanes);
+  b = n > kLanes ? load_first(p + kLanes, n - kLanes) : zero();
+}
+template <typename T>
+PAGEDKV_INLINE int pair_index(int lane) {
+  if constexpr (DTypeOf<T>::value == DType::kBFloat16) return lane < kLanes ? 2 * lane : 2 * (lane - kLanes) + 1;
+  return lane;
+}
+template <typename T>
+PAGEDKV_INLINE void store_pair(float* p, Vec a, Vec b) {
+  if constexpr (DTypeOf<T>::value == DType::kBFloat16) interleave(a, b);
+  store(p, a);
+  store(p + kLanes, b);
+}
+
+#if !defined(PAGEDKV_ISA_AVX512_BF16)
+// Never called: templates name them.
+constexpr bool kHasDotBF16 = false;
+typedef int32_t PairBits __attribute__((vector_size(sizeof(Vec))));
+PAGEDKV_INLINE Vec dot_bf16(Vec acc, PairBits, PairBits) { return acc; }
+PAGEDKV_INLINE PairBits load_bits(const BFloat16*) { return PairBits{}; }
+PAGEDKV_INLINE PairBits load_bits_first(const BFloat16*, int64_t) { return PairBits{}; }
+PAGEDKV_INLINE PairBits pack_bf16(Vec, Vec) { return PairBits{}; }
+PAGEDKV_INLINE void zip_bits(PairBits, PairBits, PairBits&, PairBits&) {}
+PAGEDKV_INLINE void store_zipped(float*, Vec, Vec) {}
+PAGEDKV_INLINE void store_rounded(BFloat16*, Vec) {}
+PAGEDKV_INLINE PairBits broadcast_two(const BFloat16*) { return PairBits{}; }
+#endif
 
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
