@@ -63,8 +63,9 @@ class _Worker:
         if line:
             return dict(json.loads(line))
         status = self.process.wait()
-        why = f"still running after {seconds:.0f} s" if is_late else f"its process ended with status {status}"
-        return {"error": why, "lost": True}
+        if is_late:
+            return {"error": f"still running after {seconds:.0f} s", "lost": True, "late": True}
+        return {"error": f"its process ended with status {status}", "lost": True}
 
     def close(self) -> None:
         if self.process.stdin is not None:
@@ -104,8 +105,11 @@ def run(
             worker = worker or _Worker(env)
             start = time.perf_counter()
             record = worker.call(call, min(seconds, left))
+            if record.pop("late", False) and left < seconds:
+                record = {"left_out": f"no time: {record['error']}", "lost": True}
+            is_lost = record.pop("lost", False)
             done.put((call.name, record | {"seconds": round(time.perf_counter() - start, 1)}))
-            if record.pop("lost", False):
+            if is_lost:
                 worker.close()
                 worker = None
         if worker is not None:

@@ -290,6 +290,14 @@ def test_a_call_that_crashes_hangs_or_fails_costs_its_own_result(fork: str) -> N
     assert results["right"]["x"] == 1
 
 
+def test_a_call_that_the_end_of_the_part_cuts_off_is_left_out() -> None:
+    calls = [parallel.Call(name, "time:sleep", (60,)) for name in ("cut", "late")]
+    env = supervisor.environment(rehearsal=True)
+    results = dict(parallel.run(calls, time.time() + 4, count=1, env=env))
+    assert results["cut"]["left_out"].startswith("no time: still running after ")
+    assert results["late"] == {"left_out": "no time"}
+
+
 # Arithmetic.
 
 
