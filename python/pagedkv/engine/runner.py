@@ -30,7 +30,7 @@ from ..hf.methods import Patch
 from ..hf.probe import Probe
 from ..hf.reuse import dependence
 from ..hf.sizing import sized
-from ..hf.state import PagedState, Step
+from ..hf.state import Asked, PagedState, Step
 from ..hf.support import UnsupportedModelError, check_model, evaluation, refuse
 from ..hf.tags import TAG
 from ..tensor_parallel import agreed_blocks, mesh_of
@@ -76,6 +76,9 @@ class PackedState(PagedState):
         if (group, device) not in self.steps:
             raise NotImplementedError(f"its layers are on several devices ({device} and others)")
         return self.steps[group, device]
+
+    def ask(self, asked: Asked) -> None:
+        self.plan(asked.mask, *asked.size, asked.dense)
 
     def plan(self, attention_mask: Tensor | None, batch: int, query_length: int, dense: bool = False) -> None:
         if dense or batch != 1 or query_length != self.query_length:

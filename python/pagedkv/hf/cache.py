@@ -17,10 +17,10 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_laye
 from ..errors import refused
 from .kv_pool import Pool, Window
 from .layers import PagedHybridLayer, PagedLayer
-from .masks import active
 from .rows import free_sequences
 from .sizing import blocks_for, check_any_fits, check_settings, estimated_block_bytes
 from .state import PagedState
+from .tags import Columns
 
 # up to 5.23 crop() also took the length to keep
 _CROP_TAKES_LENGTH = Version(transformers.__version__) < Version("5.24")
@@ -150,13 +150,24 @@ class PagedCache(Cache):  # type: ignore[misc]
         rows = self.state.rows
         return [] if rows is None else [list(ids) for ids in rows.blocks[self.layers[layer_idx].group]]
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Plan the forward, unless a patched model did, and let the layer write."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, PagedLayer) and not self.state.is_planned_for(layer, key_states.shape[2]):
+            self.state.plan_unpatched(key_states.shape[0], key_states.shape[2])
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        active.state = self.state
         self.state.is_asked = True
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        length, offset = self.state.seen + query_length, 0
         if isinstance(layer, PagedLayer):
-            return layer.get_mask_sizes(query_length)
-        return self.state.seen + query_length, 0
+            length, offset = layer.get_mask_sizes(query_length)
+        columns = Columns(length)
+        columns.state = self.state
+        return columns, offset
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None

@@ -63,10 +63,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [B, Hkv, L, D] keys and [B, Hkv, L, Dv] values; what the attention of this layer shall read."""
-        if self.done or self.state.forward_length != key_states.shape[2]:
-            # the model neither asked for a mask nor came through a patched forward: it masks by columns itself
-            self.state.check_self_attention()
-            self.state.plan(None, key_states.shape[0], key_states.shape[2], dense=True)
         if self.step is None:
             PagedLayer.lazy_initialization(self, key_states, value_states)
         step = self.step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from .state import PagedState
+from .state import Asked, PagedState
 from .tags import TAG
 from .tracing import untraced
 
@@ -20,15 +19,6 @@ logger = logging.getLogger(__name__)
 
 NAME = "pagedkv"
 OTHER = -1  # a mask that is more than causal and windowed
-
-
-class _Active(threading.local):
-    """The cache that was asked for its mask sizes last: the library does so right before it calls the mask function."""
-
-    state: PagedState | None = None
-
-
-active = _Active()
 
 
 def mask_window(mask_function: Callable[..., Any]) -> int | None:
@@ -62,7 +52,7 @@ def paged_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Plans the forward and returns a marker for an active PagedCache; the dense mask for anything else."""
+    """A marker where a PagedCache said how many keys there are (:class:`Columns`); the dense mask elsewhere."""
     arguments = {
         "batch_size": batch_size,
         "q_length": q_length,
@@ -76,14 +66,14 @@ def paged_mask(
         **kwargs,
     }
     dense = ALL_MASK_ATTENTION_FUNCTIONS[dense_implementation(config)]
-    state, active.state = active.state, None
+    state: PagedState | None = getattr(kv_length, "state", None)
     if state is None:
         _warn_once(config)
     if state is None or kv_offset or kv_length != state.seen + q_length:
         return dense(**arguments)  # type: ignore[no-any-return]
     # whoever wants the weights of attention gets the model's own
     window = OTHER if getattr(config, "output_attentions", False) else mask_window(mask_function)
-    state.plan(attention_mask, batch_size, q_length, dense=window == OTHER)
+    state.ask(Asked(attention_mask, batch_size, q_length, window == OTHER))
     if window == OTHER:
         return dense(**arguments)  # type: ignore[no-any-return]
     marker = state.pool.marker(window, torch.device(device))

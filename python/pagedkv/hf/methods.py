@@ -66,7 +66,7 @@ class Patch:
         self._num_surveys = self.watch.num_surveys
         self.generating = 0  # calls of generate under way
         self._turn = _TURNS.setdefault(model, _Turn())
-        self._local = threading.local()
+        self.created: list[PagedCache] = []  # by the calls of generate under way
 
     def set_pool(self, model: PreTrainedModel, num_blocks: int, block_size: int, prefix_caching: bool) -> None:
         text = model.config.get_text_config(decoder=True)
@@ -122,13 +122,6 @@ class Patch:
         if self.switches:
             for config, name in zip(self.configs, names, strict=True):
                 config._attn_implementation_internal = name
-
-    @property
-    def created(self) -> list[PagedCache]:
-        """Caches that the running generate call of this thread has made."""
-        if not hasattr(self._local, "created"):
-            self._local.created = []
-        return self._local.created  # type: ignore[no-any-return]
 
     def release(self, since: int, output: Any) -> None:
         """Give back the blocks of caches made since then, but for one that the caller gets."""
@@ -186,28 +179,16 @@ class _PatchedMethods:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         patch: Patch = self.__dict__[ATTRIBUTE]
         support.check_inputs_are_ids(self)
-        since, output = len(patch.created), None
-        try:
-            patch.follow_model(self)
-            with patch.attention():
-                patch.generating += 1
-                try:
-                    output = super().generate(*args, **kwargs)  # type: ignore[misc]
-                finally:
-                    patch.generating -= 1
-            return output
-        finally:
-            patch.release(since, output)
-
-    def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        patch: Patch = self.__dict__[ATTRIBUTE]
-        cache = kwargs.get(patch.cache_name)
-        if isinstance(cache, PagedCache):
-            if patch.pool.prefix_caching:
-                reuse.follow(patch.watch, cache.state)
-            embedded = kwargs.get("inputs_embeds") is not None and cache.state.seen == 0
-            cache.state.token_ids = None if embedded else input_ids
-        return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
+        patch.follow_model(self)
+        with patch.attention():
+            since, output = len(patch.created), None
+            patch.generating += 1
+            try:
+                output = super().generate(*args, **kwargs)  # type: ignore[misc]
+                return output
+            finally:
+                patch.generating -= 1
+                patch.release(since, output)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: Any, *args: Any, **kw: Any) -> Any:
         patch: Patch = self.__dict__[ATTRIBUTE]
@@ -248,18 +229,21 @@ def _plan(
     inputs = kwargs.get("inputs_embeds") if ids is None else ids
     if inputs is None:
         return call
-    if patch.pool.prefix_caching and not patch.generating:
-        reuse.follow_call(patch.watch, patch.cache_name, state, inputs, args, kwargs)
-    is_planned = state.is_pending and state.query_length == inputs.shape[1]  # by generate(), with the masks
-    if not is_planned:
-        if state.rows is None and not any(layer.spec for layer in state.layers):
-            patch.teach(model, cache)  # the caller made it
-        if ids is not None:
-            state.token_ids = ids
-        mask = kwargs.get("attention_mask")
+    if patch.pool.prefix_caching:
+        reuse.follow(patch.watch, state)
+        if not patch.generating:
+            reuse.follow_call(patch.watch, patch.cache_name, state, inputs, args, kwargs)
+    if state.rows is None and not any(layer.spec for layer in state.layers):
+        patch.teach(model, cache)  # the caller made it
+    state.token_ids = ids
+    mask, asked, (batch, length) = kwargs.get("attention_mask"), state.asked, inputs.shape[:2]
+    is_made = isinstance(mask, dict) or (mask is not None and mask.dim() != 2)
+    if is_made and asked is not None and asked.size == (batch, length):  # by generate()
+        state.plan(asked.mask, batch, length, asked.dense)
+    else:
         # attention follows a dense mask that others make: columns are kept as they are, padding included
-        dense = not patch.switches or isinstance(mask, dict) or (mask is not None and mask.dim() != 2)
-        state.plan(None if dense else mask, inputs.shape[0], inputs.shape[1], dense=dense)
+        dense = is_made or not patch.switches
+        state.plan(None if dense else mask, batch, length, dense)
     if state.query_length == 1:
         return patch.compiled if patch.compiled is not None and cache.is_compileable else call
     if prefill.can_pack(cache, patch.cache_name, kwargs) and patch.watch.row_watchers() is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,25 @@ class Step:
     query_length = 0
 
 
+@dataclass(slots=True)
+class Asked:
+    """What a model has asked a mask for.
+
+    Attributes:
+        mask: [B, columns] real tokens; None: all. batch, query_length: of the queries.
+        dense: the mask is more than causal and windowed.
+    """
+
+    mask: Tensor | None
+    batch: int
+    query_length: int
+    dense: bool
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.batch, self.query_length
+
+
 class PagedState:
     """Columns are what transformers counts: padding included. Rows hold the real tokens only.
 
@@ -69,6 +89,7 @@ class PagedState:
         self._packing: Packing | None = None
         self.has_encoder = False  # its model is an encoder-decoder
         self.is_asked = False  # for the sizes of a mask, since the last plan
+        self.asked: Asked | None = None  # the mask itself
         self._failed = False  # a forward ended early: keys that rows count are missing
 
     @property
@@ -104,9 +125,39 @@ class PagedState:
             tensor for step in self._steps.values() for tensor in (step.slot_mapping, step.block_table, step.seq_lens)
         ]
 
+    def ask(self, asked: Asked) -> None:
+        """Note the mask that a model asks for, for the plan of its next forward or for the one that is planned."""
+        if self.is_pending and asked.size == (self._batch, self.query_length):
+            self._set_dense(asked.dense or self._dense)
+            return
+        if self.asked is not None and self.asked.size == asked.size:
+            asked.dense |= self.asked.dense
+        self.asked = asked
+
+    def is_planned_for(self, layer: Any, length: int) -> bool:
+        """The layer may write so many columns now."""
+        return self.asked is None and not layer.done and self.forward_length == length
+
+    @untraced
+    def plan_unpatched(self, batch: int, query_length: int) -> None:
+        """Plan a forward of a model that is not patched, at its first write.
+
+        Raises:
+            NotImplementedError: no mask was asked for in an encoder-decoder model: the keys are of its cross-attention.
+        """
+        if self.has_encoder and not self.is_asked:
+            raise NotImplementedError(
+                "PagedCache: expected the self-attention of an encoder-decoder model, got its cross-attention; give "
+                "the model an EncoderDecoderCache(PagedCache(config), DynamicCache())"
+            )
+        if self.asked is not None and self.asked.size == (batch, query_length):
+            self.plan(self.asked.mask, batch, query_length, self.asked.dense)
+        else:  # it masks by columns itself
+            self.plan(None, batch, query_length, dense=True)
+
     @untraced
     def plan(self, attention_mask: Tensor | None, batch: int, query_length: int, dense: bool = False) -> None:
-        """Give the next ``query_length`` columns their slots and fill the steps. A repeated call changes nothing.
+        """Give the next ``query_length`` columns their slots and fill the steps.
 
         Args:
             attention_mask: [B, columns], true for real tokens, the columns before included; None: all are real.
@@ -118,13 +169,24 @@ class PagedState:
         """
         if query_length == 0:
             raise ValueError("input_ids: expected at least one token a row, got none")
-        self.is_asked = False
-        if self.is_pending:
-            if (batch, query_length) == (self._batch, self.query_length):
-                self._set_dense(dense or self._dense)
-                return
+        self.is_asked, self.asked = False, None
+        if self.is_pending:  # no layer took part in the last one
             self.rollback(self.query_length)
         self._advance(failed=self._is_unfinished)
+        self._grow(attention_mask, batch, query_length)
+        self._batch, self.query_length, self._dense = batch, query_length, dense
+        self.forward_length = query_length
+        for (group, device), step in self._steps.items():
+            self._fill_step(step, group, device)
+        for layer in self.layers:
+            layer.done = False
+            if layer.step is None and layer.spec is not None:
+                layer.attach()
+        if self._packing is None and self.rows is not None:
+            self.rows.changed.clear()
+
+    def _grow(self, attention_mask: Tensor | None, batch: int, query_length: int) -> None:
+        """Make room for the new columns' real tokens in their rows."""
         rows = self._rows(batch)
         valid = self._new_valid(attention_mask, query_length)
         ids = self._new_ids(batch, query_length)
@@ -138,19 +200,8 @@ class PagedState:
         self.pool.fit_tables(max(len(ids) for blocks in rows.blocks for ids in blocks))
         self.pool.apply_moves()
         self._valid.append(valid)
-        self._batch, self.query_length, self._dense = batch, query_length, dense
-        self.forward_length = query_length
-        self._packing = None
-        if query_length > 1 or not valid.all():
-            self._packing = Packing(rows, valid, starts, held)
-        for (group, device), step in self._steps.items():
-            self._fill_step(step, group, device)
-        for layer in self.layers:
-            layer.done = False
-            if layer.step is None and layer.spec is not None:
-                layer.attach()
-        if self._packing is None:
-            rows.changed.clear()
+        is_packed = query_length > 1 or not valid.all()
+        self._packing = Packing(rows, valid, starts, held) if is_packed else None
 
     @property
     def can_pack(self) -> bool:
@@ -165,18 +216,6 @@ class PagedState:
         for (group, device), step in self._steps.items():
             self._fill_step(step, group, device)
         return tokens, last
-
-    def check_self_attention(self) -> None:
-        """Refuse keys that come with no mask asked for in an encoder-decoder model: those of its cross-attention.
-
-        Raises:
-            NotImplementedError: says how the cache is to be given to the model.
-        """
-        if self.has_encoder and not self.is_asked:
-            raise NotImplementedError(
-                "PagedCache: expected the self-attention of an encoder-decoder model, got its cross-attention; give "
-                "the model an EncoderDecoderCache(PagedCache(config), DynamicCache())"
-            )
 
     def _advance(self, failed: bool) -> None:
         self._failed |= failed
@@ -296,7 +335,7 @@ class PagedState:
         if self.rows is not None:
             self.rows.free(publish=not (self._failed or self._is_unfinished))
         self._failed = False
-        self.identity = None
+        self.identity = self.asked = None
         self.rows, self._valid, self._steps = None, [], {}
         self.columns = self.query_length = 0
         for layer in self.layers:

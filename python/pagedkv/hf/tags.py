@@ -1,12 +1,19 @@
-"""How attention recognises what came from a paged cache: an attribute on keys, values and masks."""
+"""How attention recognises what came from a paged cache: an attribute on keys, values, masks and their sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 TAG = "_pagedkv"
+
+
+class Columns(int):
+    """A number of columns that knows the state of the cache which gave it: it comes to the mask function as is."""
+
+    state: Any
 
 
 class MaskTag:
