@@ -23,7 +23,7 @@ demo: setup
 
 test: setup
 	$(BIN)/python examples/_models.py smollm2 gemma3
-	$(BIN)/python -m pytest -n 2 tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 
 lint: setup
 	$(BIN)/ruff check .
