@@ -21,19 +21,20 @@ SERVE = {
     "engine": lambda model: pagedkv.Engine(model, num_blocks=16, max_num_seqs=2, max_num_batched_tokens=8),
 }
 FAULTS = {
-    "softcap": ("gemma2", {"softcap": 0.0}, ["float32"]),
-    "window": ("mistral", {"window_left": -1}, KINDS),
-    "scale": ("llama", {"scale": 0.5}, ["float32", "bfloat16"]),
-    "sinks": ("gpt_oss", {"sinks": None}, KINDS),
-    "causal": ("llama", {"causal": False}, KINDS),
+    "softcap": ("gemma2", {"softcap": 0.0}),
+    "window": ("mistral", {"window_left": -1}),
+    "scale": ("llama", {"scale": 0.27}),  # it is 0.25
+    "sinks": ("gpt_oss", {"sinks": None}),
+    "causal": ("llama", {"causal": False}),
 }
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
 @pytest.mark.parametrize("serve", SERVE)
-@pytest.mark.parametrize(("fault", "kind"), [(fault, kind) for fault in FAULTS for kind in FAULTS[fault][2]])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_rounding_passes_and_a_wrong_attention_does_not(fault, kind, serve, monkeypatch):
-    family, change, _ = FAULTS[fault]
+    family, change = FAULTS[fault]
     model = KINDS[kind](tiny(family))
     assert SERVE[serve](model)
     pagedkv.unpatch(model)
@@ -47,7 +48,10 @@ def test_rounding_passes_and_a_wrong_attention_does_not(fault, kind, serve, monk
     if serve == "patch":  # the model's own attention over gathered keys is left then
         assert not SERVE[serve](model)
     else:
-        with pytest.raises(UnsupportedModelError, match="its logits in a packed batch differ from its own by"):
+        with pytest.raises(
+            UnsupportedModelError,
+            match=r"differs? from its own",
+        ):
             SERVE[serve](model)
 
 

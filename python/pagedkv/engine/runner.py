@@ -27,7 +27,7 @@ from ..hf.cache import PagedCache
 from ..hf.kv_pool import Pool
 from ..hf.layers import PAGED
 from ..hf.methods import Patch
-from ..hf.probe import Probe
+from ..hf.probe import Probe, checked_attention
 from ..hf.reuse import dependence
 from ..hf.sizing import sized
 from ..hf.state import Asked, PagedState, Step
@@ -269,8 +269,9 @@ class Runner:
         model, dtype = self.model, self.pool.kv_dtype
         probe = Probe(model, functools.partial(type(model).generate, model), self.patch.cache_name, dtype)
         try:
-            for step, logits in enumerate(self._run_probe(probe)):
-                probe.check(step, logits, "in a packed batch")
+            with checked_attention(model, self._state):
+                for step, logits in enumerate(self._run_probe(probe)):
+                    probe.check(step, logits, "in a packed batch")
         except NotImplementedError as error:
             raise error if isinstance(error, UnsupportedModelError) else refuse(model, str(error)) from error
         except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:

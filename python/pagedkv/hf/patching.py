@@ -17,7 +17,7 @@ from . import reuse, support
 from .compiled import CompiledStep
 from .kv_pool import Pool
 from .methods import ATTRIBUTE, Patch, patched_class, placement
-from .probe import Probe
+from .probe import Probe, checked_attention
 from .sizing import check_settings, sized
 
 Model = TypeVar("Model")
@@ -134,7 +134,10 @@ def _probe(model: PreTrainedModel, handle: Patch) -> None:
 def _probe_paged(model: PreTrainedModel, handle: Patch, probe: Probe) -> None:
     cache = handle.new_cache(model)
     try:
-        paged = probe.run(model.generate, cache)
+        with checked_attention(model, cache.state):
+            paged = probe.run(model.generate, cache)
+    except support.UnsupportedModelError:
+        raise
     except Exception as error:
         raise support.refuse(model, f"{type(error).__name__}: {error}") from error
     if not any(layer.spec for layer in cache.state.layers):
