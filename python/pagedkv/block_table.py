@@ -43,6 +43,14 @@ class BlockTable:
     Raises:
         InvalidArgumentError: a size below 1; in the methods a row or a count that does not fit, or what are no block
             ids. Nothing changes then.
+
+    Example:
+        >>> table = BlockTable(max_num_seqs=2, max_num_blocks=4, max_num_tokens=8, block_size=16)
+        >>> table.set_row(0, [5, 2])
+        >>> table.append_row(0, [7])
+        >>> table.upload()
+        >>> table.tensors["block_table"].tolist()
+        [[5, 2, 7, 0], [0, 0, 0, 0]]
     """
 
     def __init__(

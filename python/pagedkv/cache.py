@@ -18,7 +18,12 @@ Pairs = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What an attention layer stores per token: ``num_kv_heads`` keys of ``head_size``, values of ``v_head_size``."""
+    """What an attention layer stores per token: ``num_kv_heads`` keys of ``head_size``, values of ``v_head_size``.
+
+    Example:
+        >>> LayerSpec(num_kv_heads=8, head_size=128, dtype=torch.bfloat16).bytes_per_token()
+        4096
+    """
 
     num_kv_heads: int
     head_size: int
@@ -53,6 +58,11 @@ class PagedKVCache:
     Raises:
         InvalidArgumentError: a size or a type that is not accepted, an unknown layout, groups that do not name each
             layer once or pair unequal layers.
+
+    Example:
+        >>> cache = PagedKVCache(num_blocks=8, block_size=16, layers=[LayerSpec(2, 64)] * 3)
+        >>> len(cache.key_caches), list(cache.key_caches[0].shape), cache.block_bytes
+        (3, [8, 16, 2, 64], 49152)
     """
 
     def __init__(
