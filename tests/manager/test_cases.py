@@ -178,8 +178,14 @@ def test_hash_fn_that_raises_commits_nothing(error):
         compute(manager, name, [ord(name)] * 7)
     manager.add("c", range(12))
     manager.allocate_slots("c")
+    manager.add("d", [*range(4), *range(20, 33)])
     assert manager.append_step("ab", [1, 2]) is not None
-    for call in (lambda: manager.commit("c", 12), lambda: manager.commit_step("ab")):
+    for call in (
+        lambda: manager.commit("c", 12),
+        lambda: manager.commit_step("ab"),
+        lambda: manager.allocate_slots("d"),
+        lambda: manager.commit("d", 13),
+    ):
         before = snapshot(manager)
         failing[:] = [True, False]  # the second call of it
         with pytest.raises(error):

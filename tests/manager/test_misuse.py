@@ -133,28 +133,6 @@ def test_misuse_changes_nothing(error, misuse):
 
 
 @pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"num_blocks": 1}, errors.InvalidArgumentError),
-        ({"block_size": 0}, errors.InvalidArgumentError),
-        ({"num_blocks": None}, errors.InvalidArgumentError),
-        ({"block_size": 4.0}, errors.InvalidArgumentError),
-        ({"watermark": math.nan}, errors.InvalidArgumentError),
-        ({"watermark": 1.0}, errors.InvalidArgumentError),
-        ({"watermark": -0.1}, errors.InvalidArgumentError),
-        ({"num_host_blocks": -1}, errors.InvalidArgumentError),
-        ({"sliding_window": 0}, errors.InvalidArgumentError),
-        ({"partial_hits": True, "enable_prefix_caching": False}, errors.InvalidArgumentError),
-        ({"causal": False}, errors.NonCausalError),
-        ({"groups": [GroupSpec()], "sliding_window": 8}, errors.InvalidArgumentError),
-    ],
-)
-def test_settings(settings, error):
-    with pytest.raises(error):
-        KVCacheManager(**{"num_blocks": 10, "block_size": 4, **settings})
-
-
-@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"num_blocks": 5.5}, "num_blocks: expected an int, got 5.5"),
@@ -169,6 +147,22 @@ def test_settings(settings, error):
         ({"groups": "x"}, "groups: expected GroupSpecs, got 'x'"),
         ({"groups": 5}, "groups: expected a sequence of GroupSpecs, got 5"),
         ({"groups": [GroupSpec(), "x"]}, "groups: expected GroupSpecs, got 'x'"),
+        ({"num_blocks": None}, "num_blocks: expected an int, got None"),
+        ({"block_size": 0}, "block_size: expected at least 1, got 0"),
+        ({"block_size": 4.0}, "block_size: expected an int, got 4.0"),
+        ({"watermark": math.nan}, "watermark: expected a fraction in [0, 1), got nan"),
+        ({"watermark": 1.0}, "watermark: expected a fraction in [0, 1), got 1.0"),
+        ({"watermark": -0.1}, "watermark: expected a fraction in [0, 1), got -0.1"),
+        ({"num_host_blocks": -1}, "num_host_blocks: expected at least 0, got -1"),
+        ({"sliding_window": 0}, "GroupSpec.window: expected at least 1, got 0"),
+        (
+            {"partial_hits": True, "enable_prefix_caching": False},
+            "partial_hits: expected False without prefix caching",
+        ),
+        (
+            {"groups": [GroupSpec()], "sliding_window": 8},
+            "sliding_window: expected None with groups, which have windows of their own",
+        ),
         ({"block_size": "16"}, "block_size: expected an int, got '16'"),
         ({"num_host_blocks": None}, "num_host_blocks: expected an int, got None"),
         ({"sliding_window": 4.5}, "GroupSpec.window: expected an int, got 4.5"),
@@ -181,6 +175,8 @@ def test_settings_are_named(settings, message):
 
 
 def test_attention_that_is_not_causal_is_prefilled_at_once():
+    with pytest.raises(errors.NonCausalError, match="enable_prefix_caching"):
+        KVCacheManager(10, 4, causal=False)
     manager = KVCacheManager(10, 4, enable_prefix_caching=False, causal=False)
     manager.add("a", range(10))
     before = snapshot(manager)
