@@ -242,7 +242,7 @@ def test_chain_grows_from_any_point():
 
 
 def test_block_published_without_its_content_is_no_hit():
-    """Someone else's publish under one of our hashes can not be checked against the tokens."""
+    """Someone else's publish under one of our hashes cannot be checked against the tokens."""
     manager = KVCacheManager(20, 4, record_events=True)
     cache(manager, range(12))
     hashes = [event[1] for event in manager.take_events()]

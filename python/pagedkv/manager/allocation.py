@@ -23,11 +23,13 @@ _UNCHANGED: TableEntries = ((), ())
 class Allocation:
     """What `allocate_slots` granted. With groups every list holds one list per group.
 
-    num_cached_tokens: tokens attached by this call that need no computation: cached, or swapped in.
-    new_block_ids: handed out by this call, copy destinations included.
-    slots: block * block_size + offset for every new token, in order. lookahead_slots: the same for lookahead tokens.
-    entries: (columns, block ids) of the table that this call changed, a pair per group even where there is one: what
-    was attached, new blocks, copies in the places of what they copy, 0 where a window has passed.
+    Attributes:
+        num_cached_tokens: tokens attached by this call that need no computation: cached, or swapped in.
+        new_block_ids: handed out by this call, copy destinations included.
+        slots: block * block_size + offset for every new token, in order.
+        lookahead_slots: the same for lookahead tokens.
+        entries: (columns, block ids) of the table that this call changed, a pair per group even where there is one:
+            what was attached, new blocks, copies in the places of what they copy, 0 where a window has passed.
     """
 
     num_cached_tokens: int
@@ -106,7 +108,7 @@ class Plan:
 
 
 def allocate(state: State, seq: SequenceState, request: SlotRequest) -> Allocation | None:
-    """Serves a running sequence."""
+    """Serve a running sequence."""
     computed = seq.num_computed
     start, stop, end = request.span(computed)
     if state.causal and computed < seq.fast_end and end <= seq.fast_end:
@@ -119,7 +121,7 @@ def allocate(state: State, seq: SequenceState, request: SlotRequest) -> Allocati
 
 
 def allocate_next(state: State, seq: SequenceState) -> Allocation:
-    """Serves one token of a running sequence that is known to need no block."""
+    """Serve one token of a running sequence that is known to need no block."""
     at = seq.num_computed
     seq.num_granted = max(seq.num_granted, at + 1)
     slots = []
@@ -130,7 +132,7 @@ def allocate_next(state: State, seq: SequenceState) -> Allocation:
 
 
 def admit(state: State, seq: SequenceState, request: SlotRequest) -> Allocation | None:
-    """Serves a sequence that holds no blocks: attaches what is cached, or swaps in."""
+    """Serve a sequence that holds no blocks: attach what is cached, or swap in."""
     if seq.host is not None:
         choices = [(seq.num_computed, _swapped_tables(state, seq))]
     else:
@@ -179,7 +181,7 @@ def _swapped_tables(state: State, seq: SequenceState) -> list[array[int]]:
 
 
 def make_plan(state: State, seq: SequenceState, computed: int, tables: list[array[int]], request: SlotRequest) -> Plan:
-    """Works out what the request takes; changes nothing."""
+    """Work out what the request takes; change nothing."""
     start, stop, end = request.span(computed)
     if not state.causal and stop < request.num_tokens:
         raise NonCausalError(
@@ -215,7 +217,7 @@ def _written_block(state: State, seq: SequenceState, table: array[int], group: G
 
 
 def apply_plan(state: State, seq: SequenceState, plan: Plan) -> tuple[list[list[int]], list[TableEntries]]:
-    """Carries out a plan that the free blocks can serve; gives the new blocks and the changed entries per group."""
+    """Carry out a plan that the free blocks can serve; give the new blocks and the changed entries per group."""
     released = tuple(group.released for group in plan.groups)
     if seq.running:
         lengths, passed = [len(table) for table in seq.tables], seq.released

@@ -80,7 +80,7 @@ class Blocks:
         self.num_free += 1
 
     def _link(self, block: int) -> None:
-        """Puts a free block where its hash says: at the back with one, at the front without or if a twin stays."""
+        """Put a free block where its hash says: at the back with one, at the front without or if a twin stays."""
         flags = self.flags[block]
         if flags & TWIN:
             self._keep_twin(block)
@@ -103,7 +103,7 @@ class Blocks:
         return self.refs[block] == 0 and block not in self.pins
 
     def requeue(self, block: int) -> None:
-        """Puts a block, if it is free, where its flags of now say."""
+        """Put a block, if it is free, where its flags of now say."""
         if self.is_free(block):
             self._unlink(block)
             self._link(block)
@@ -256,7 +256,7 @@ class Blocks:
         return order
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless queue, counts, pins and flags agree."""
+        """Raise IntegrityError unless queue, counts, pins and flags agree."""
         order = np.array(self.free_ids(), np.int64)
         queued = np.zeros(self.num_blocks, bool)
         queued[order] = True
@@ -283,6 +283,6 @@ def _real(table: array[int]) -> Ids:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises IntegrityError unless the condition holds."""
+    """Raise IntegrityError unless the condition holds."""
     if not condition:
         raise IntegrityError(message)

@@ -26,7 +26,7 @@ def commit(state: State, seq: SequenceState, num_tokens: int) -> None:
 
 
 def check_arrived(state: State, seq: SequenceState) -> None:
-    """Raises unless what copies and swaps had to bring into the sequence's blocks is there, or on its way."""
+    """Raise unless what copies and swaps had to bring into the sequence's blocks is there, or on its way."""
     for number, index in seq.awaited:
         table = seq.tables[number]
         if index < len(table) and state.moves.is_pending(table[index]):
@@ -43,7 +43,7 @@ def new_links(state: State, seq: SequenceState, computed: int) -> list[Link]:
 
 
 def publish(state: State, seq: SequenceState, links: list[Link]) -> None:
-    """Publishes the blocks that committed tokens with known ids have filled, and notes when the next one will be.
+    """Publish the blocks that committed tokens with known ids have filled, and note when the next one will be.
 
     links: what `new_links` gave.
     """

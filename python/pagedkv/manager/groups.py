@@ -16,9 +16,11 @@ MAX_BLOCK_SIZE = 2**31 - 1  # the kernels count a sequence's keys in 32 bits
 class GroupSpec:
     """What a group of layers attends to.
 
-    kind: "full"; "sliding": the last `window` tokens, the token itself included; "chunked": the tokens of its own
-    chunk of `window` tokens. block_size: tokens per block, None for the manager's; groups share one pool, so their
-    blocks have equal bytes.
+    Args:
+        kind: "full"; "sliding": the last `window` tokens, the token itself included; "chunked": the tokens of its own
+            chunk of `window` tokens.
+        window: None for "full".
+        block_size: tokens per block, None for the manager's; groups share one pool, so their blocks have equal bytes.
 
     >>> GroupSpec("sliding", window=1024)
     GroupSpec(kind='sliding', window=1024, block_size=None)

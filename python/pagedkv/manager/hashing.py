@@ -100,9 +100,6 @@ class KeySet:
         salt = set() if cache_salt is None else {(b"Z" + encode(cache_salt), 0)}
         self._first: Extras = tuple(sorted(whole | salt))
 
-    def __bool__(self) -> bool:
-        return bool(self._first or self.ranges)
-
     def at(self, start: int, stop: int) -> Extras:
         """The encoded keys of the chunk at positions [start, stop)."""
         common = self.whole if start else self._first
@@ -122,7 +119,7 @@ NO_KEYS = KeySet((), None)
 
 
 class ChainHasher:
-    """Extends chains of links over chunks of `chunk` tokens."""
+    """Extend chains of links over chunks of `chunk` tokens."""
 
     def __init__(self, hash_fn: str | HashFn, chunk: int) -> None:
         if not callable(hash_fn) and hash_fn != "sha256":
@@ -141,7 +138,7 @@ class ChainHasher:
         return digest
 
     def extend(self, chain: list[Link], tokens: TokenIds, keys: KeySet, num_chunks: int) -> None:
-        """Appends links until `chain`, which starts at the first chunk, covers `num_chunks` full chunks of `tokens`."""
+        """Append links until `chain`, which starts at the first chunk, covers `num_chunks` full chunks of `tokens`."""
         chain += self.grow(chain[-1] if chain else None, len(chain), tokens, keys, num_chunks)
 
     def grow(self, tip: Link | None, first: int, tokens: TokenIds, keys: KeySet, stop: int) -> list[Link]:
@@ -205,7 +202,7 @@ def same_prefix(a: Link | None, b: Link | None) -> bool:
 
 
 def adopt(chain: list[Link], number: int, link: Link) -> None:
-    """Puts `link`, equal to chain[number], and its ancestors in the place of the chain's own links.
+    """Put `link`, equal to chain[number], and its ancestors in the place of the chain's own links.
 
     Later comparisons then end at once, by identity. The links that follow get the new parent.
     """

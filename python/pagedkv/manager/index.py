@@ -47,7 +47,7 @@ class PrefixIndex:
     # Publishing.
 
     def put(self, block: int, block_hash: bytes, content: Any) -> bool:
-        """Enters a referenced block that carries no hash; whether nothing else carries this one."""
+        """Enter a referenced block that carries no hash; whether nothing else carries this one."""
         self.hashes[block] = block_hash
         self.contents[block] = content
         self.blocks.flags[block] |= HASHED
@@ -58,7 +58,7 @@ class PrefixIndex:
         return False
 
     def _join(self, known: int | list[int], block: int, equal: Callable[[Any, Any], bool]) -> None:
-        """Adds a block to those that carry its hash already."""
+        """Add a block to those that carry its hash already."""
         content = self.contents[block]
         if not isinstance(known, list):
             block_hash = self.hashes[block]
@@ -71,7 +71,7 @@ class PrefixIndex:
             self.blocks.join_twins(block, twin)
 
     def publish(self, group: Group, table: array[int], span: tuple[int, int], links: list[Link], start: int) -> None:
-        """Lets blocks span[0]..span[1]-1 of a group's table be found.
+        """Let blocks span[0]..span[1]-1 of a group's table be found.
 
         links: of the chunks from `start` on; where an equal content is known its link takes the place of ours.
         """
@@ -137,7 +137,7 @@ class PrefixIndex:
     # Unpublishing.
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Lets blocks carry no hash any more."""
+        """Let blocks carry no hash any more."""
         hashes, contents, by_hash = self.hashes, self.contents, self.by_hash
         for block in blocks:
             block_hash, content = hashes[block], contents[block]
@@ -163,7 +163,7 @@ class PrefixIndex:
             del self.children[key]
 
     def clear(self) -> None:
-        """Forgets every hash, of blocks that are all free."""
+        """Forget every hash, of blocks that are all free."""
         for content in self.contents:
             if isinstance(content, Link) and content.parent is not None:
                 content.parent.next = None
@@ -185,7 +185,7 @@ class PrefixIndex:
         return events
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless hashes, contents and the flags of the blocks agree."""
+        """Raise IntegrityError unless hashes, contents and the flags of the blocks agree."""
         indexed = 0
         for block_hash, known in self.by_hash.items():
             carriers = known if isinstance(known, list) else [known]

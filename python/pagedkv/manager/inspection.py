@@ -20,10 +20,12 @@ from pagedkv.manager.tokens import TOKEN_BYTES, unpack_tokens
 class KVCacheStats:
     """Blocks without the null block: used ones are referenced or pinned, cached ones carry a hash (used or free).
 
-    num_tokens: committed tokens in the blocks of tables, a shared block counted once (with groups: over all groups).
-    wasted_slots: the slots there that hold none; wasted_percent: of all of them; wasted_bytes: None unless the size of
-    a block was given.
-    hit_rate: cached / asked tokens over the last 1000 admissions, 0 when there were none.
+    Attributes:
+        num_tokens: committed tokens in the blocks of tables, a shared block counted once (with groups: over all).
+        wasted_slots: the slots there that hold none.
+        wasted_percent: of all of them.
+        wasted_bytes: None unless the size of a block was given.
+        hit_rate: cached / asked tokens over the last 1000 admissions, 0 when there were none.
     """
 
     num_blocks: int
@@ -98,9 +100,12 @@ def _wasted_slots(state: State) -> tuple[int, int, float]:
 class PrefixExplanation:
     """num_cached_tokens of num_tokens were attached (would be attached now, before the first allocation).
 
-    reason: "hit" (all that can be), "disabled", "unknown_tokens", "short" (less than one block to look up), "evicted",
-    "salt_differs", "keys_differ", "tokens_differ", or "never_committed" (nothing equal was committed at that time).
-    block: the first block that was not a hit, None for the first four. detail: one sentence.
+    Attributes:
+        reason: "hit" (all that can be), "disabled", "unknown_tokens", "short" (less than one block to look up),
+            "evicted", "salt_differs", "keys_differ", "tokens_differ", or "never_committed" (nothing equal was
+            committed at that time).
+        block: the first block that was not a hit, None for the first four.
+        detail: one sentence.
     """
 
     num_tokens: int
@@ -174,7 +179,7 @@ def _late(miss: _Miss) -> Cause | None:
 
 
 def _keys_differ(miss: _Miss) -> Cause | None:
-    """Names the first block whose keys differ, when a cached prefix has the same tokens up to the wanted block."""
+    """Name the first block whose keys differ, when a cached prefix has the same tokens up to the wanted block."""
     tokens = [link.tokens for link in miss.chain]
     for link in miss.others:
         theirs = chain_of(link) if link.tokens == tokens[-1] else []
@@ -191,7 +196,7 @@ def _keys_differ(miss: _Miss) -> Cause | None:
 
 
 def _tokens_differ(miss: _Miss) -> Cause | None:
-    """Names the first token that differs from the nearest block behind the same prefix."""
+    """Name the first token that differs from the nearest block behind the same prefix."""
     wanted = miss.wanted[0]
     best, theirs = -1, b""
     for link in miss.others:
@@ -217,7 +222,7 @@ _CAUSES: tuple[Callable[[_Miss], Cause | None], ...] = (_evicted, _late, _keys_d
 
 
 def check_state(state: State) -> None:
-    """Raises IntegrityError unless free + in use + null = total, references equal those from tables, pins and the host
+    """Raise IntegrityError unless free + in use + null = total, references equal those from tables, pins and the host
     pool equal the pending moves and every table fits its sequence."""
     blocks = state.pool
     state.pool.check_integrity()

@@ -29,7 +29,7 @@ SeqId = Hashable
 
 
 class KVCacheManager:
-    """Maps sequences to blocks of a `BlockPool` (`manager.pool`), sharing equal prefixes.
+    """Map sequences to blocks of a `BlockPool` (`manager.pool`), sharing equal prefixes.
 
     A step: `append` what was sampled, `allocate_slots` (None: nothing was changed, preempt something), take and apply
     swap-outs, copies and swap-ins in this order, run the model on the granted slots, `commit`.
@@ -99,7 +99,7 @@ class KVCacheManager:
         self.grouped = groups is not None
 
     def __copy__(self) -> KVCacheManager:
-        raise TypeError("a KVCacheManager can not be copied and share its blocks: copy.deepcopy gives one of its own")
+        raise TypeError("a KVCacheManager cannot be copied and share its blocks: copy.deepcopy gives one of its own")
 
     def __repr__(self) -> str:
         pool, state = self.pool, self.state
@@ -119,7 +119,7 @@ class KVCacheManager:
         return hit.num_tokens + hit.tail_tokens
 
     def add(self, seq_id: SeqId, token_ids: Any, *, extra_keys: ExtraKeys = (), cache_salt: Any = None) -> None:
-        """Registers a sequence; allocates nothing.
+        """Register a sequence; allocate nothing.
 
         Args:
             token_ids: ids (any sequence of ints of at least 0, an array or a tensor), or a count where they are
@@ -137,7 +137,7 @@ class KVCacheManager:
         self.sequences[seq_id] = seq
 
     def append(self, seq_id: SeqId, token_ids: Any) -> None:
-        """Adds tokens that exist now (sampled), as ids or as a count."""
+        """Add tokens that exist now (sampled), as ids or as a count."""
         self.state.get(seq_id).extend(self._known(token_ids))
 
     def _known(self, token_ids: Any) -> array[int] | int:
@@ -146,7 +146,7 @@ class KVCacheManager:
         return tokens if self.state.prefix_caching or isinstance(tokens, int) else len(tokens)
 
     def truncate(self, seq_id: SeqId, num_tokens: int) -> None:
-        """Cuts a sequence to `num_tokens`, a length, and drops its lookahead slots.
+        """Cut a sequence to `num_tokens`, a length, and drop its lookahead slots.
 
         Raises:
             TruncationError: longer than the sequence, or negative.
@@ -159,7 +159,7 @@ class KVCacheManager:
         sharing.truncate(self.state, seq, length)
 
     def free(self, seq_id: SeqId) -> None:
-        """Forgets a sequence; its blocks keep their hashes until they are reused."""
+        """Forget a sequence; its blocks keep their hashes until they are reused."""
         seq = self.state.get(seq_id)
         del self.sequences[seq_id]
         sharing.give_back(self.state, seq)
@@ -192,7 +192,7 @@ class KVCacheManager:
         num_external_tokens: int = 0,
         num_lookahead_tokens: int = 0,
     ) -> Allocation | None:
-        """Makes sure that the next tokens have slots; None, and nothing changes, when blocks are missing.
+        """Make sure that the next tokens have slots; None, and nothing changes, when blocks are missing.
 
         The first call, and the first after `preempt`, attaches the cached prefix. Blocks out of a window's sight are
         given back first. A repeated call without a commit takes nothing more.
@@ -264,7 +264,7 @@ class KVCacheManager:
         self.sequences[child_id] = sharing.share(self.state, parent, child_id)
 
     def reorder(self, seq_ids: Sequence[SeqId], parents: Sequence[int]) -> None:
-        """Beam search: sequence i goes on from the committed tokens of what seq_ids[parents[i]] is now.
+        """Let sequence i go on from the committed tokens of what seq_ids[parents[i]] is now.
 
         Raises:
             DuplicateSequenceError: an id is named twice.
@@ -274,7 +274,7 @@ class KVCacheManager:
         sharing.reorder(self.state, listed("seq_ids", seq_ids, "a sequence of ids"), indices)
 
     def preempt(self, seq_id: SeqId, mode: str = "recompute") -> str:
-        """Takes a sequence's blocks, not its tokens; the next `allocate_slots` attaches what is cached, or swaps in.
+        """Take a sequence's blocks, not its tokens; the next `allocate_slots` attaches what is cached, or swaps in.
 
         mode: "recompute"; or "swap": its KV goes to the host pool, unless that is too full: then as "recompute".
         Returns what was done.
@@ -299,7 +299,7 @@ class KVCacheManager:
         return self.state.moves.take_swaps()
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every cached prefix; False, and nothing changes, while any block is referenced or pinned."""
+        """Forget every cached prefix; False, and nothing changes, while any block is referenced or pinned."""
         return self.pool.reset()
 
     def take_events(self) -> list[tuple[Any, ...]]:
@@ -319,7 +319,7 @@ class KVCacheManager:
         return explain_prefix(self.state, self.state.get(seq_id))
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless blocks, references, pins, tables and the index agree."""
+        """Raise IntegrityError unless blocks, references, pins, tables and the index agree."""
         check_state(self.state)
 
 

@@ -30,7 +30,7 @@ class HostPool:
         self.refs[block] += 1
 
     def release(self, block: int) -> bool:
-        """Drops a reference; True when it was the last."""
+        """Drop a reference; True when it was the last."""
         self.refs[block] -= 1
         if self.refs[block] == 0:
             self.free.append(block)
@@ -83,7 +83,7 @@ class Moves:
         return host
 
     def drop_hosts(self, hosts: Iterable[int]) -> None:
-        """Gives back host blocks; what was to go out into them has to no more. -1 stands for a null block."""
+        """Give back host blocks; what was to go out into them has to no more. -1 stands for a null block."""
         for host in hosts:
             if host >= 0 and self.host.release(host):
                 self.swap_outs.pop(host, None)

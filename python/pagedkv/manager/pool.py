@@ -52,7 +52,7 @@ class BlockPool(Blocks):
         return f"BlockPool({used} of {self.num_usable} blocks used, {self.num_published} published)"
 
     def get_new_blocks(self, count: int) -> list[int]:
-        """Hands out `count` blocks with one reference each; the hashes they carried die."""
+        """Hand out `count` blocks with one reference each; the hashes they carried die."""
         return self.take(integer("count", count, 0))
 
     def take(self, count: int) -> list[int]:
@@ -64,11 +64,11 @@ class BlockPool(Blocks):
         return taken
 
     def touch(self, block_ids: Sequence[int]) -> None:
-        """Adds a reference to each block, taking free ones out of the queue."""
+        """Add a reference to each block, taking free ones out of the queue."""
         self.acquire(self._checked(block_ids))
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
-        """Drops a reference per entry. Give a sequence's blocks tail first, so that its tail is evicted first."""
+        """Drop a reference per entry. Give a sequence's blocks tail first, so that its tail is evicted first."""
         blocks = self._checked(block_ids)
         for block, times in Counter(blocks).items():
             if times > self.refs[block]:
@@ -87,13 +87,13 @@ class BlockPool(Blocks):
         parent: bytes | None = None,
         tokens: Sequence[int] = (),
     ) -> None:
-        """Lets a referenced, completely written block be found by its hash. Equal blocks are all kept.
+        """Let a referenced, completely written block be found by its hash. Equal blocks are all kept.
 
         content: what was hashed, kept in `contents` for a comparison on hits; parent, tokens: for the event alone.
         """
         (block,) = self._checked((block_id,))
         if self.refs[block] == 0:
-            raise BlockReferenceError(f"block {block} is free and can not be published")
+            raise BlockReferenceError(f"block {block} is free and cannot be published")
         if self.is_published(block):
             if self.index.hashes[block] == block_hash:
                 return
@@ -106,7 +106,7 @@ class BlockPool(Blocks):
         return next(iter(self.index.carriers(block_hash)), None)
 
     def evict(self, block_ids: Sequence[int]) -> None:
-        """Makes blocks forget their hashes; free ones among them are reused first from now on."""
+        """Make blocks forget their hashes; free ones among them are reused first from now on."""
         for block in self._checked(block_ids):
             if self.is_published(block):
                 twins = self.twins.get(block, ())
@@ -116,7 +116,7 @@ class BlockPool(Blocks):
                     self.requeue(changed)
 
     def reset(self) -> bool:
-        """Forgets every hash; False, and nothing changes, while a block is referenced or pinned."""
+        """Forget every hash; False, and nothing changes, while a block is referenced or pinned."""
         if self.num_free != self.num_usable:
             return False
         self.index.clear()
@@ -135,6 +135,6 @@ class BlockPool(Blocks):
         return blocks
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless queue, counts, pins and hashes agree."""
+        """Raise IntegrityError unless queue, counts, pins and hashes agree."""
         super().check_integrity()
         self.index.check_integrity()

@@ -39,7 +39,7 @@ def find(state: State, chain: list[Link], tokens: TokenIds, keys: KeySet, max_to
 
 
 def _find_tail(state: State, hit: Hit, chain: list[Link], tokens: TokenIds, keys: KeySet, max_tokens: int) -> None:
-    """Adds a block per group that begins like the rest of the sequence."""
+    """Add a block per group that begins like the rest of the sequence."""
     size, start = state.step, hit.num_tokens
     rest = tokens.to_bytes(start, min(max_tokens, start + size))
     if not rest:

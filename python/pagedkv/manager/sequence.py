@@ -60,7 +60,7 @@ class SequenceState:
         self.detach()
 
     def detach(self) -> None:
-        """Forgets the blocks, which the caller has given back."""
+        """Forget the blocks, which the caller has given back."""
         self.tables = [array("q") for _ in range(self.num_groups)]
         self.attached = self.released = (0,) * self.num_groups
         self.published = 0
@@ -79,7 +79,7 @@ class SequenceState:
         return computed if self.all_known else min(computed, len(self.tokens))
 
     def extend(self, tokens: array[int] | int) -> None:
-        """Adds tokens by id, or by count; ids behind unknown ones stay unknown."""
+        """Add tokens by id, or by count; ids behind unknown ones stay unknown."""
         if isinstance(tokens, int):
             self.num_tokens += tokens
             self.all_known = self.all_known and not tokens
@@ -89,7 +89,7 @@ class SequenceState:
         self.num_tokens += len(tokens)
 
     def cut(self, num_tokens: int, chunk: int) -> None:
-        """Forgets the tokens past `num_tokens`; tables are the caller's."""
+        """Forget the tokens past `num_tokens`; tables are the caller's."""
         self.tokens.cut(num_tokens)
         self.all_known = len(self.tokens) == num_tokens
         self.cut_links(num_tokens // chunk)

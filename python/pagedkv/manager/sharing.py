@@ -10,7 +10,7 @@ from pagedkv.manager.state import State
 
 
 def give_back(state: State, seq: SequenceState) -> None:
-    """Drops a sequence's references to device and host blocks."""
+    """Drop a sequence's references to device and host blocks."""
     state.drop_tables(seq.tables, seq.released)
     seq.tables.clear()  # an Allocation may still look at it
     if seq.host is not None:
@@ -71,7 +71,7 @@ def reorder(state: State, seq_ids: list[Hashable], parents: list[int]) -> None:
 
 
 def truncate(state: State, seq: SequenceState, length: int) -> None:
-    """Cuts a sequence to a length that it has, and drops its lookahead slots."""
+    """Cut a sequence to a length that it has, and drop its lookahead slots."""
     _check_in_sight(state, seq, length)
     seq.cut(length, state.hasher.chunk)
     seq.published = min(seq.published, length)
@@ -106,7 +106,7 @@ def _check_in_sight(state: State, seq: SequenceState, length: int) -> None:
 
 
 def preempt(state: State, seq: SequenceState, mode: str) -> str:
-    """Takes a sequence's blocks, not its tokens; gives "swap" if its KV goes to the host pool, else "recompute"."""
+    """Take a sequence's blocks, not its tokens; give "swap" if its KV goes to the host pool, else "recompute"."""
     if not seq.running:
         if seq.host is not None and mode == "swap":
             return "swap"
@@ -126,7 +126,7 @@ def preempt(state: State, seq: SequenceState, mode: str) -> str:
 
 
 def _swap_out(state: State, seq: SequenceState) -> list[list[int]] | None:
-    """Host blocks for what a sequence has committed; None when the host pool can not hold it."""
+    """Host blocks for what a sequence has committed; None when the host pool cannot hold it."""
     held: Sequence[Sequence[int]] = [
         table[: -(-seq.num_computed // group.block_size)] for table, group in zip(seq.tables, state.groups, strict=True)
     ]

@@ -133,7 +133,7 @@ class State:
             raise DuplicateSequenceError(f"sequence {seq_id!r} exists")
 
     def drop(self, blocks: Ids) -> None:
-        """Gives blocks back, the last to be reused first; moves into those that nobody holds are not made."""
+        """Give blocks back, the last to be reused first; moves into those that nobody holds are not made."""
         self.pool.release(blocks)
         if self.moves:
             for block in blocks.tolist():
@@ -141,7 +141,7 @@ class State:
                     self.moves.drop(block)
 
     def drop_tables(self, tables: Sequence[array[int]], released: Sequence[int]) -> None:
-        """Gives back what tables hold behind their null blocks; the tail, over all groups, is reused first."""
+        """Give back what tables hold behind their null blocks; the tail, over all groups, is reused first."""
         if len(tables) == 1:
             blocks: Ids = np.frombuffer(tables[0], np.int64)[released[0] :]
         else:
@@ -154,13 +154,13 @@ class State:
             self.drop(blocks)
 
     def drop_host(self, seq: SequenceState) -> None:
-        """Gives back the host blocks of a sequence."""
+        """Give back the host blocks of a sequence."""
         for hosts in seq.host or ():
             self.moves.drop_hosts(hosts)
         seq.host = None
 
     def note_limits(self, seq: SequenceState, *, writable: bool) -> None:
-        """Settles fast_end (0 unless the written blocks are known to be the sequence's own) and publish_at."""
+        """Settle fast_end (0 unless the written blocks are known to be the sequence's own) and publish_at."""
         fast_end = NEVER
         for group, table, released in zip(self.groups, seq.tables, seq.released, strict=True):
             fast_end = min(fast_end, len(table) * group.block_size, group.next_release(released))

@@ -81,7 +81,7 @@ class TokenIds:
         return child
 
     def cut(self, length: int) -> None:
-        """Forgets the ids past `length`."""
+        """Forget the ids past `length`."""
         if length < self._num_frozen:
             while self._pieces and self._pieces[-1][0] >= length:
                 self._pieces.pop()
