@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from pagedkv.manager import GroupSpec, KVCacheManager
+from pagedkv.manager.hashing import KeySet
 from tests.manager.actions import cache, compute
 
 
@@ -96,6 +98,22 @@ def test_cost_does_not_grow_with_what_is_there(call, settings):
     assert later_least <= least + 8
     assert later_most <= most + 64
     assert later_held <= held + 2048
+
+
+def test_keys_of_a_block_do_not_cost_those_of_other_blocks():
+    """A thousand images of a long prompt: each block looks at its own."""
+    few, many = (KeySet([("image", n, 32 * n, 32 * n + 20) for n in range(count)], None) for count in (10, 1000))
+    for start in (0, 64, 288):
+        assert few.at(start, start + 16) == many.at(start, start + 16) != ()
+        assert cost(lambda: many.at(start, start + 16)) == cost(lambda: few.at(start, start + 16))  # noqa: B023
+
+
+def test_overlapping_ranges_are_all_found():
+    rng = random.Random(0)
+    spans = [(start, start + rng.randint(1, 60)) for start in (rng.randrange(100) for _ in range(12))]
+    keys = KeySet([("image", number, *span) for number, span in enumerate(spans)], None)
+    for start in range(0, 160, 8):
+        assert len(keys.at(start, start + 8)) == sum(low < start + 8 and high > start for low, high in spans)
 
 
 def test_chunked_admission_is_linear():

@@ -6,7 +6,9 @@ the first chunk alone. Nothing depends on the process: no pickle, no `hash()`.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import itertools
 import operator
 import struct
 from collections.abc import Callable, Iterable, Sequence
@@ -77,7 +79,7 @@ class KeySet:
     with the offset of `start` in the chunk.
     """
 
-    __slots__ = ("_first", "ranges", "whole", "whole_bytes")
+    __slots__ = ("_ends", "_first", "_starts", "ranges", "whole", "whole_bytes")
 
     def __init__(self, extra_keys: ExtraKeys, cache_salt: Any) -> None:
         whole: set[tuple[bytes, int]] = set()
@@ -95,6 +97,9 @@ class KeySet:
             if not (hasattr(start, "__index__") and hasattr(end, "__index__") and 0 <= start < end):
                 raise InvalidArgumentError(f"extra_keys: expected 0 <= start < end, got {start!r}, {end!r} in {key!r}")
             self.ranges.append((pair, int(start), int(end)))
+        self.ranges.sort(key=lambda item: item[1])
+        self._starts = [start for _, start, _ in self.ranges]
+        self._ends = list(itertools.accumulate((end for _, _, end in self.ranges), max))  # the furthest so far
         self.whole: Extras = tuple(sorted(whole))
         self.whole_bytes = joined(self.whole)
         salt = set() if cache_salt is None else {(b"Z" + encode(cache_salt), 0)}
@@ -103,11 +108,14 @@ class KeySet:
     def at(self, start: int, stop: int) -> Extras:
         """The encoded keys of the chunk at positions [start, stop)."""
         common = self.whole if start else self._first
-        overlapping = [
-            (b"R" + pair + encode(low - start) + encode(min(high, stop) - start), max(low - start, 0))
-            for pair, low, high in self.ranges
-            if low < stop and high > start
-        ]
+        overlapping = []
+        number = bisect.bisect_left(self._starts, stop)
+        while number and self._ends[number - 1] > start:
+            number -= 1
+            pair, low, high = self.ranges[number]
+            if high > start:
+                part = encode(low - start) + encode(min(high, stop) - start)
+                overlapping.append((b"R" + pair + part, max(low - start, 0)))
         return tuple(sorted({*common, *overlapping})) if overlapping else common
 
 
