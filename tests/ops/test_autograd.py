@@ -69,6 +69,12 @@ def test_backward_of_a_product_that_saved_a_written_tensor_fails(op, run):
                 y.backward()
 
 
+@pytest.mark.parametrize("op", SCHEMAS)
+def test_inference_mode_calls_no_python(op):
+    """It skips Autograd, but a kernel on ADInplaceOrView would run there, and cost a write 5 us."""
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"pagedkv::{op}", "ADInplaceOrView")
+
+
 @pytest.mark.parametrize("op", MUTABLE)
 def test_inference_tensors_have_no_version_and_can_be_written(op):
     with torch.inference_mode():
