@@ -20,8 +20,10 @@ def forward(model, cache, ids, mask=None):
         return model(input_ids=ids, attention_mask=mask, use_cache=True, **with_cache(model, cache)).logits
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-@pytest.mark.parametrize("entry", ["from_config", "set_attn_implementation"])
+@pytest.mark.parametrize(
+    ("family", "entry"),
+    [("llama", "from_config"), ("gemma3_text", "set_attn_implementation"), ("gpt_oss", "set_attn_implementation")],
+)
 def test_attn_implementation(family, entry):
     model, inputs = tiny(family), ragged([9, 4, 12])
     expected = model.generate(**inputs, max_new_tokens=12, do_sample=False)

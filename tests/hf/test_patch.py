@@ -259,10 +259,10 @@ def test_continuous_batching_of_the_library_still_works():
 def test_threads_take_turns():
     model = tiny("llama")
     inputs = [ragged([5 + i]) for i in range(4)]
-    expected = [generate(model, one, max_new_tokens=40) for one in inputs]
+    expected = [generate(model, one, max_new_tokens=20) for one in inputs]
     pagedkv.patch(model, num_blocks=64)
     with ThreadPoolExecutor(4) as threads:
-        outputs = list(threads.map(lambda one: generate(model, one, max_new_tokens=40), inputs))
+        outputs = list(threads.map(lambda one: generate(model, one, max_new_tokens=20), inputs))
     assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
     assert pagedkv.pool(model).used_blocks == 0
 
@@ -270,19 +270,19 @@ def test_threads_take_turns():
 def test_engines_and_a_patch_on_one_model_take_turns():
     model = tiny("llama")
     inputs = [ragged([5 + i]) for i in range(3)]
-    expected = [generate(model, one, max_new_tokens=30) for one in inputs]
+    expected = [generate(model, one, max_new_tokens=16) for one in inputs]
     engines = [pagedkv.Engine(model, num_blocks=64, block_size=4) for _ in range(2)]
     pagedkv.patch(model, num_blocks=64)
 
     def serve(engine):
-        for one, tokens in zip(3 * inputs, 3 * expected, strict=True):
+        for one, tokens in zip(2 * inputs, 2 * expected, strict=True):
             prompt = one["input_ids"][0].tolist()
-            result = engine.generate([prompt], max_new_tokens=30, do_sample=False, eos_token_id=None)[0]
+            result = engine.generate([prompt], max_new_tokens=16, do_sample=False, eos_token_id=None)[0]
             assert prompt + result.token_ids == tokens[0].tolist()
 
     def run():
-        for one, tokens in zip(3 * inputs, 3 * expected, strict=True):
-            assert torch.equal(generate(model, one, max_new_tokens=30), tokens)
+        for one, tokens in zip(2 * inputs, 2 * expected, strict=True):
+            assert torch.equal(generate(model, one, max_new_tokens=16), tokens)
 
     with ThreadPoolExecutor(3) as threads:
         for future in [threads.submit(run), *(threads.submit(serve, engine) for engine in engines)]:

@@ -249,6 +249,7 @@ _BOUNDS: dict[str, Changes] = {
 }
 _PAIRS: dict[str, Changes] = {
     "source too large": {"block_mapping": _set((1, 0), 5)},
+    "source beyond 32 bits": {"block_mapping": _set((1, 0), 2**40)},
     "source negative": {"block_mapping": _set((1, 0), -1)},
     "destination too large": {"block_mapping": _set((1, 1), OUT_OF_RANGE)},
     "destination negative": {"block_mapping": _set((0, 1), -3)},

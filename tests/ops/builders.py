@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import pagedkv_ops
 from pagedkv_ops import value_checks
 from pagedkv_ops.testing import assert_within_rounding, dense_attention, poison
 
@@ -293,3 +294,12 @@ def mean_probe(
     for position, slot in enumerate(case.slots(0, range(length))):
         case.value_cache[slot // block_size, slot % block_size] = position
     return case
+
+
+def run_rows(case: Case, b: int, rows: slice, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Rows of sequence ``b`` alone, as a batch of one that ends at ``seq_len``."""
+    bounds = torch.tensor([0, rows.stop - rows.start])
+    caches, table = (case.key_cache, case.value_cache), case.block_table[b : b + 1]
+    return pagedkv_ops.paged_attention_with_lse(
+        case.query[rows], *caches, table, torch.tensor([seq_len]), bounds, **case.options
+    )

@@ -122,24 +122,6 @@ def test_empty_batches():
         assert torch.isneginf(lse).all()
 
 
-def test_query_rows_before_the_first_sequence_position_of_cu_seqlens_are_its_own():
-    """Three sequences packed with cu_seqlens_q equal the three alone."""
-    case = make_case(query_lens=(3, 2, 4), seq_lens=(7, 2, 30))
-    out = pagedkv_ops.paged_attention(*case.args)
-    bounds = case.cu_seqlens_q.tolist()
-    for b in range(3):
-        rows = slice(bounds[b], bounds[b + 1])
-        alone = pagedkv_ops.paged_attention(
-            case.query[rows],
-            case.key_cache,
-            case.value_cache,
-            case.block_table[b : b + 1],
-            case.seq_lens[b : b + 1],
-            torch.tensor([0, rows.stop - rows.start]),
-        )
-        torch.testing.assert_close(out[rows], alone)
-
-
 # Small inputs with known answers: mean_probe gives the mean of the visible positions.
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import pagedkv_ops
 
-from .builders import Case, attention_options, make_case
+from .builders import Case, attention_options, make_case, run_rows
 
 pytestmark = pytest.mark.skipif(
     pagedkv_ops.backends()["cpu"] == "reference",
@@ -28,19 +28,6 @@ SHAPES = {
 OPTIONS = st.sampled_from(
     [{}, {"window_left": 20}, {"softcap": 3.0}, {"alibi": True, "sinks": True}, {"causal": False, "window_right": 2}]
 )
-
-
-def run_rows(case: Case, b: int, rows: slice, seq_len: int):
-    """Rows of sequence b alone, as a batch of one that ends at ``seq_len``."""
-    return pagedkv_ops.paged_attention_with_lse(
-        case.query[rows],
-        case.key_cache,
-        case.value_cache,
-        case.block_table[b : b + 1],
-        torch.tensor([seq_len]),
-        torch.tensor([0, rows.stop - rows.start]),
-        **case.options,
-    )
 
 
 def assert_bitwise(actual, expected):

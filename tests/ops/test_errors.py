@@ -247,6 +247,7 @@ copy_blocks
   scalar cache -> caches[2] must have blocks as its first dimension, got a scalar
   cache device -> caches[1] must be on cpu like block_mapping, got meta
   source too large -> block_mapping[1, 0] must be in 0..4, got 5
+  source beyond 32 bits -> block_mapping[1, 0] must be in 0..4, got 1099511627776
   source negative -> block_mapping[1, 0] must be in 0..4, got -1
   destination too large -> block_mapping[1, 1] must be in 0..4, got 2147483647
   destination negative -> block_mapping[0, 1] must be in 0..4, got -3

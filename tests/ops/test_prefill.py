@@ -11,7 +11,7 @@ import torch
 
 import pagedkv_ops
 
-from .builders import Case, Spec, assert_attention, attention_options, make_case, mean_probe, pairwise, row_id
+from .builders import Spec, assert_attention, attention_options, make_case, mean_probe, pairwise, row_id, run_rows
 
 GRID = pairwise(
     2,
@@ -101,19 +101,6 @@ def test_huge_logits_do_not_overflow():
     out, lse = pagedkv_ops.paged_attention_with_lse(*case.args, scale=1e4)
     assert torch.isfinite(out).all()
     assert torch.isfinite(lse).all()
-
-
-def run_rows(case: Case, b: int, rows: slice, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of sequence ``b`` alone, ending at ``seq_len``."""
-    return pagedkv_ops.paged_attention_with_lse(
-        case.query[rows],
-        case.key_cache,
-        case.value_cache,
-        case.block_table[b : b + 1],
-        torch.tensor([seq_len]),
-        torch.tensor([0, rows.stop - rows.start]),
-        **case.options,
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
