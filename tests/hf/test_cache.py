@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import pagedkv
 import pagedkv.hf
-from pagedkv.hf import masks
+from pagedkv.hf import attention
 
 
 def forward(model, cache, ids, mask=None):
@@ -49,7 +49,7 @@ def test_without_a_paged_cache_attention_is_dense(caplog, monkeypatch):
     model, inputs = tiny("gemma2"), ragged([9, 4])
     expected = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     model.set_attn_implementation("pagedkv")
-    monkeypatch.setattr(masks, "_warned", False)
+    monkeypatch.setattr(attention, "_warned", False)
     for _ in range(2):
         assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), expected)
     assert caplog.text.count("without a PagedCache") == 1

@@ -12,7 +12,7 @@ import torch
 from models import Computed, ragged, tiny, with_cache
 
 import pagedkv
-from pagedkv.hf.methods import ATTRIBUTE
+from pagedkv.hf.handle import ATTRIBUTE
 
 SYSTEM = torch.arange(2, 42)  # 10 blocks of 4
 

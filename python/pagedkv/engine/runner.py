@@ -24,13 +24,13 @@ from transformers.masking_utils import create_masks_for_generate
 from ..block_table import BlockTable
 from ..errors import InvalidArgumentError, integer
 from ..hf.cache import PagedCache
-from ..hf.kv_pool import Pool
+from ..hf.handle import Patch
+from ..hf.kv_pool import Pool, sized
 from ..hf.layers import PAGED
-from ..hf.methods import Patch
 from ..hf.probe import Probe, checked_attention
 from ..hf.reuse import dependence
-from ..hf.sizing import sized
-from ..hf.state import Asked, PagedState, Step
+from ..hf.state import Asked, PagedState
+from ..hf.step import Step
 from ..hf.support import UnsupportedModelError, check_model, evaluation, refuse
 from ..hf.tags import TAG
 from ..tensor_parallel import agreed_blocks, mesh_of

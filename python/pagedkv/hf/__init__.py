@@ -3,10 +3,9 @@
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention import paged_attention
+from .attention import NAME, paged_attention, paged_mask
 from .cache import PagedCache
 from .kv_pool import Pool
-from .masks import NAME, paged_mask
 from .patching import clear_prefix_cache, layer_modes, patch, patched, pool, unpatch
 from .support import UnsupportedModelError
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..block_table import BlockTable
 from ..cache import LayerSpec, PagedKVCache
 from ..manager import GroupSpec, KVCacheManager
-from .sizing import check_fits, check_settings
+from .sizing import blocks_for, check_fits, check_settings
 from .tags import TAG, MaskTag
 
 Window = int | None
@@ -166,3 +166,30 @@ class Pool:
     def used_bytes(self) -> int:
         """Bytes of KV memory that sequences hold now."""
         return self.used_blocks * self.block_bytes
+
+
+def sized(
+    pool: Pool,
+    num_blocks: int | None,
+    memory: int | float | None,
+    block_size: int,
+    device: torch.device,
+    num_host_blocks: int = 0,
+) -> int:
+    """Blocks that this process has room for.
+
+    Args:
+        pool: one that has been written to: it knows what a token takes.
+        num_blocks, memory, block_size, num_host_blocks: of the pool to be made.
+        device: of the model.
+
+    Raises:
+        InvalidArgumentError: names the setting that asks for more than there is.
+    """
+    block_bytes = pool.block_bytes // pool.block_size * block_size
+    check_fits(f"num_host_blocks={num_host_blocks}", num_host_blocks, block_bytes, torch.device("cpu"))
+    check_fits(f"block_size={block_size}", 2, block_bytes, device)
+    if num_blocks is None:
+        return blocks_for(block_bytes, memory, device)
+    check_fits(f"num_blocks={num_blocks}", num_blocks, block_bytes, device)
+    return num_blocks

@@ -11,7 +11,8 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 import pagedkv_ops
 
 from ..cache import LayerSpec
-from .state import PagedState, Step
+from .state import PagedState
+from .step import Step
 from .tags import TAG
 from .tracing import untraced
 

@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 from ..errors import boolean, refused
 from ..tensor_parallel import agreed_blocks
 from . import reuse, support
-from .compiled import CompiledStep
-from .kv_pool import Pool
-from .methods import ATTRIBUTE, Patch, patched_class, placement
+from .compiling import CompiledStep
+from .handle import ATTRIBUTE, Patch, placement
+from .kv_pool import Pool, sized
+from .methods import patched_class
 from .probe import Probe, checked_attention
-from .sizing import check_settings, sized
+from .sizing import check_settings
 
 Model = TypeVar("Model")
 _PROBE_BLOCKS, _PROBE_BLOCK_SIZE = 32, 16  # a larger block would need its memory before it is known how much

@@ -15,9 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import pagedkv_ops
 
-from .attention import paged_attention
+from .attention import NAME, paged_attention
 from .layers import PAGED, PagedLayer
-from .masks import NAME
 from .state import PagedState
 from .support import refuse
 from .tags import TAG

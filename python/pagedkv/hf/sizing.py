@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..errors import InvalidArgumentError, integer, refused
 from ..manager.blocks import MAX_BLOCKS
-
-if TYPE_CHECKING:
-    from .kv_pool import Pool
 
 CPU_FRACTION = 0.5  # of the available memory; only reserved: pages are touched as blocks are used
 CUDA_FRACTION = 0.8  # of the free memory, after the weights
@@ -104,33 +101,6 @@ def blocks_for(block_bytes: int, memory: int | float | None, device: torch.devic
     if num_blocks < 2:
         raise refused("memory", f"room for two blocks of {block_bytes} bytes (one is the null block)", memory)
     return num_blocks if limit is None else min(num_blocks, limit)
-
-
-def sized(
-    pool: Pool,
-    num_blocks: int | None,
-    memory: int | float | None,
-    block_size: int,
-    device: torch.device,
-    num_host_blocks: int = 0,
-) -> int:
-    """Blocks that this process has room for.
-
-    Args:
-        pool: one that has been written to: it knows what a token takes.
-        num_blocks, memory, block_size, num_host_blocks: of the pool to be made.
-        device: of the model.
-
-    Raises:
-        InvalidArgumentError: names the setting that asks for more than there is.
-    """
-    block_bytes = pool.block_bytes // pool.block_size * block_size
-    check_fits(f"num_host_blocks={num_host_blocks}", num_host_blocks, block_bytes, torch.device("cpu"))
-    check_fits(f"block_size={block_size}", 2, block_bytes, device)
-    if num_blocks is None:
-        return blocks_for(block_bytes, memory, device)
-    check_fits(f"num_blocks={num_blocks}", num_blocks, block_bytes, device)
-    return num_blocks
 
 
 def estimated_block_bytes(config: Any, block_size: int, kv_dtype: torch.dtype | None) -> int:

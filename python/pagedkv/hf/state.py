@@ -13,31 +13,11 @@ from torch import Tensor
 
 from .identity import Identity
 from .kv_pool import Pool
-from .packing import Packing
 from .rows import Ints, Rows
+from .step import Packing, Step
 from .tracing import untraced
 
 Bools = NDArray[np.bool_]
-
-
-class Step:
-    """Index tensors of one forward, for the layers of one group on one device.
-
-    Attributes:
-        slot_mapping: [B*L] int64. block_table: [S, W] int32 and seq_lens: [S] int32, S sequences.
-        cu_seqlens_q: [S+1] int32; None: one query token per sequence.
-        order: [B*L] int64, packed token -> query token; None: the packed order is row after row. inverse: its inverse.
-        dense: attention over gathered keys in this forward, because its mask is more than causal and windowed.
-    """
-
-    slot_mapping: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    cu_seqlens_q: Tensor | None = None
-    order: Tensor | None = None
-    inverse: Tensor | None = None
-    dense = False
-    query_length = 0
 
 
 @dataclass(slots=True)

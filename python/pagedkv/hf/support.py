@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._dynamo.eval_frame import OptimizedModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..tensor_parallel import split_kv_heads
-from .cache import layer_kinds
+from .cache import PagedCache, layer_kinds
 from .layers import PAGED, PagedLayer
-
-if TYPE_CHECKING:
-    from .cache import PagedCache
 
 
 class UnsupportedModelError(NotImplementedError):

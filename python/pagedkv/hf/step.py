@@ -1,8 +1,6 @@
-"""Index tensors of a forward with several columns per row, padding anywhere."""
+"""Index tensors of a forward, and how they are made for several columns per row with padding anywhere."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,8 +9,25 @@ from torch import Tensor
 
 from .rows import Ints, Rows
 
-if TYPE_CHECKING:
-    from .state import Step
+
+class Step:
+    """Index tensors of one forward, for the layers of one group on one device.
+
+    Attributes:
+        slot_mapping: [B*L] int64. block_table: [S, W] int32 and seq_lens: [S] int32, S sequences.
+        cu_seqlens_q: [S+1] int32; None: one query token per sequence.
+        order: [B*L] int64, packed token -> query token; None: the packed order is row after row. inverse: its inverse.
+        dense: attention over gathered keys in this forward, because its mask is more than causal and windowed.
+    """
+
+    slot_mapping: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor | None = None
+    order: Tensor | None = None
+    inverse: Tensor | None = None
+    dense = False
+    query_length = 0
 
 
 class Packing:
