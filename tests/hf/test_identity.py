@@ -244,6 +244,31 @@ def test_a_chat_that_changes_its_adapter_publishes_nothing_more():
         patch(model)
 
 
+def test_active_dropout_neither_hits_nor_publishes():
+    model = with_adapters(lora_dropout=0.5)
+    expected = generate(model)
+    patch(model)
+    widths = []
+    for mode in (True, True, False, False):
+        model.train(mode)
+        computed = Computed(model)
+        got = generate(model)
+        assert mode or torch.equal(got, expected)
+        widths.append(computed.take()[0])
+    assert widths == [41, 41, 41, 1]
+
+
+def test_a_changed_config_finds_nothing():
+    model = patch(tiny("llama"))
+    widths = []
+    for factor in (1.0, 2.0, 1.0):
+        model.config.rope_parameters["factor"] = factor
+        computed = Computed(model)
+        generate(model)
+        widths.append(computed.take()[0])
+    assert widths == [41, 41, 1]
+
+
 def test_hooks_neither_hit_nor_publish():
     model = tiny("llama")
     plain = generate(model)

@@ -121,7 +121,10 @@ class ModelWatch:
         return self._current
 
     def inspect(self) -> Identity:
-        """The identity, with the values of weights and the attributes of modules; 2 to 10 ms."""
+        """The identity, with the values of weights and the attributes of modules.
+
+        1.5 ms for SmolLM2-135M, 10 to 30 ms with 10 MB of adapters on its 210 linear layers.
+        """
         if sum(map(len, self._all_dicts)) != len(self._members):
             self._replaced += 1
             self._survey()
