@@ -39,7 +39,7 @@ def serve(model, prompts, block_size, new_tokens, sharing):
         for prompt in prompts[1:]:
             engine.add_request(prompt, max_new_tokens=new_tokens)
         most_blocks = 0
-        while engine.stats().num_running or engine.stats().num_waiting:
+        while not engine.is_idle:
             results += engine.step().finished
             most_blocks = max(most_blocks, engine.stats().kv.num_used_blocks)
         seconds = time.perf_counter() - start

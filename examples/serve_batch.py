@@ -86,7 +86,7 @@ def main() -> int:
             rows[number] = {"state": "waiting", "cached": "", "ids": [], "text": ""}
         start = time.monotonic()
         with Live(console=console, refresh_per_second=8, transient=args.plain) as live:
-            while engine.stats().num_running + engine.stats().num_waiting:
+            while not engine.is_idle:
                 output = engine.step()
                 for token in output.tokens:
                     row = rows[token.request_id]

@@ -99,8 +99,8 @@ def test_captured_graphs_are_replayed_per_bucket(llama, make_engine, monkeypatch
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: contextlib.nullcontext())
-    runner._capture(False)
-    assert sorted(runner._graphs) == runner.buckets == [1, 2, 4]
+    runner._capture()
+    assert sorted(runner._graphs) == runner.config.buckets == [1, 2, 4]
     for size, (graph, logits) in runner._graphs.items():
         graph.logits, graph.compute = logits, functools.partial(_again, runner, size)
     for count, size in ((1, 1), (2, 2), (3, 4)):
@@ -144,7 +144,7 @@ def test_captured_graphs_replay_what_eager_steps_compute(make_engine):
     asked = prompts(10, 1, 30)
     eager = make_engine(model, cuda_graphs=False).generate(asked, max_new_tokens=16, logprobs=0)
     engine = make_engine(model, cuda_graphs=True)
-    assert sorted(engine.runner._graphs) == engine.runner.buckets
+    assert sorted(engine.runner._graphs) == engine.runner.config.buckets
     captured = engine.generate(asked, max_new_tokens=16, logprobs=0)
     assert [(result.token_ids, result.logprobs) for result in captured] == [
         (result.token_ids, result.logprobs) for result in eager

@@ -55,7 +55,7 @@ def test_a_request_whose_draft_or_logprobs_fail_ends_alone(llama, make_engine, b
     bad = engine.add_request([1, 2, 3], max_new_tokens=10, prompt_lookup_num_tokens=2, logprobs=2)
     good = engine.add_request([4, 5, 6], **sampled)
     engine.step()
-    settings = engine._requests[bad].settings
+    settings = engine._ledger.requests[bad].settings
     if broken == "draft":
         settings.lookup.max_matching_ngram_size = 1.5
     else:

@@ -225,7 +225,7 @@ def test_one_config_per_prompt(llama, make_engine):
         ([1], {"generation_config": 5}, ["generation_config: expected a GenerationConfig or None, got int"]),
         (b"abc", {}, ["prompt: expected text or token ids, got bytes"]),
         (np.array([1.5]), {}, ["token id", "1.5"]),
-        ([1], {"logprobs": 102}, ["0..101"]),
+        ([1], {"logprobs": 102}, ["logprobs: expected at most 101, got 102"]),
         ([1], {"logprobs": 1.5}, ["logprobs: expected an int, got 1.5"]),
         ([1], {"max_new_tokens": 9.5, "prompt_lookup_num_tokens": 3}, ["max_new_tokens: expected an int, got 9.5"]),
         ([1], {"max_new_tokens": "3"}, ["max_new_tokens: expected an int, got '3'"]),

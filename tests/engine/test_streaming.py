@@ -111,7 +111,7 @@ def test_threads(llama, make_engine):
 
 def test_the_bar_shows_the_figures(llama, make_engine):
     shown = io.StringIO()
-    with contextlib.redirect_stdout(shown):
+    with contextlib.redirect_stderr(shown):
         make_engine(llama).generate(prompts(3, 2, 9), max_new_tokens=20, progress=True)
     text = shown.getvalue()
     assert "3/3" in text

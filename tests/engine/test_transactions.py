@@ -123,20 +123,20 @@ def test_an_interrupt_in_a_processor_takes_back_every_random_number_of_the_step(
 @pytest.mark.parametrize("is_started", [False, True])
 def test_a_task_cancelled_while_astream_adds_its_request_leaves_none(llama, make_engine, monkeypatch, is_started):
     engine = make_engine(llama)
-    start, arrived = engine._start, threading.Event()
-    monkeypatch.setattr(engine, "_start", lambda requests: (arrived.set(), start(requests)))
+    start, arrived = engine._ledger.start, threading.Event()
+    monkeypatch.setattr(engine._ledger, "start", lambda requests: (arrived.set(), start(requests)))
 
     async def main():
         async def consume():
             async for _ in engine.astream([1, 2, 3], max_new_tokens=200):
                 pytest.fail("a token came")
 
-        engine._lock.acquire()  # as if a step ran
+        engine._ledger.lock.acquire()  # as if a step ran
         task = asyncio.create_task(consume())
         await (asyncio.to_thread(arrived.wait) if is_started else asyncio.sleep(0))
         task.cancel()
         await asyncio.sleep(0)
-        engine._lock.release()
+        engine._ledger.lock.release()
         with contextlib.suppress(asyncio.CancelledError):
             await task
         await asyncio.sleep(0.1)

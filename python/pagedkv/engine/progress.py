@@ -1,32 +1,20 @@
-"""Progress bars of the engine; rich is imported when one is shown."""
+"""Progress bars of an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from tqdm.auto import tqdm
 
 T = TypeVar("T")
 
 
-def track(items: Iterable[T], description: str, shown: bool) -> Iterable[T]:
+def track(items: Sequence[T], description: str, shown: bool) -> Any:
     """The items, with a bar that advances over them."""
-    if not shown:
-        return items
-    from rich.progress import track as rich_track
-
-    return rich_track(list(items), description)
+    return tqdm(items, description, disable=not shown)
 
 
-@contextmanager
-def generation_bar(total: int, shown: bool) -> Iterator[Callable[[int, str], None]]:
-    """Gives a function that sets the number of finished sequences and a line of figures."""
-    if not shown:
-        yield lambda finished, figures: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda finished, figures: bar.update(task, completed=finished, description=figures)
+def generation_bar(total: int, shown: bool) -> Any:
+    """A bar of finished sequences; a context manager."""
+    return tqdm(total=total, disable=not shown, unit="seq", bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed} {desc}")

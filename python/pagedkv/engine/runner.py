@@ -11,114 +11,43 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from ..block_table import BlockTable
-from ..errors import InvalidArgumentError, integer
 from ..hf.cache import PagedCache
 from ..hf.handle import Patch
 from ..hf.kv_pool import Pool, sized
 from ..hf.layers import PAGED
 from ..hf.probe import Probe, checked_attention
 from ..hf.reuse import dependence
-from ..hf.state import Asked, PagedState
-from ..hf.step import Step
 from ..hf.support import UnsupportedModelError, check_model, evaluation, refuse
 from ..hf.tags import TAG
 from ..tensor_parallel import agreed_blocks, mesh_of
 from .batch import Batch
-from .checks import check_buffers, check_flags, check_pool
+from .buffers import Buffers, Inputs, PackedState, PackedStep
 from .compiling import compiled
+from .config import EngineConfig
 from .progress import track
 
 _PROBE_BLOCKS, _PROBE_BLOCK_SIZE = 16, 4
 _PROBE_CHUNK = 3  # prompts of 6 and 4 tokens come in two forwards, over one block and within one
 _TRACED_TOKENS = 16  # kernels are chosen for so many: decode of few sequences is what waits for the weights
 _MIN_TOKENS = 2  # of a compiled forward: Dynamo takes sizes of 1 for constants
-_MIN_ROOM = 4  # tokens of the buffers: T and L are traced as 4 and 2, as equal sizes would count as one size
 
 Forward = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-
-class PackedStep(Step):
-    """A step as long as its slots: a traced forward takes its length from a tensor's shape, not from a number."""
-
-    @property
-    def query_length(self) -> int:  # type: ignore[override]
-        return self.slot_mapping.shape[0]
-
-
-class PackedState(PagedState):
-    """The state of a cache whose forwards are one row of many sequences; the runner fills the steps itself."""
-
-    def __init__(self, pool: Pool, layers: Sequence[Any], steps: dict[tuple[int, torch.device], PackedStep]) -> None:
-        self.steps = steps
-        super().__init__(pool, layers)
-
-    @property
-    def query_length(self) -> int:
-        return next(iter(self.steps.values())).query_length
-
-    @query_length.setter
-    def query_length(self, value: int) -> None: ...  # the base class begins with a number
-
-    forward_length = query_length
-
-    def step(self, group: int, device: torch.device) -> Step:
-        if (group, device) not in self.steps:
-            raise NotImplementedError(f"its layers are on several devices ({device} and others)")
-        return self.steps[group, device]
-
-    def ask(self, asked: Asked) -> None:
-        self.plan(asked.mask, *asked.size, asked.dense)
-
-    def plan(self, attention_mask: Tensor | None, batch: int, query_length: int, dense: bool = False) -> None:
-        if dense or batch != 1 or query_length != self.query_length:
-            raise NotImplementedError("its attention is more than causal and windowed, or does not follow position_ids")
-
-
-@dataclass(slots=True)
-class Inputs:
-    """Views of the static buffers, for one forward of T tokens.
-
-    Attributes:
-        groups: per group of layers slot_mapping [T], block_table [B, W], seq_lens [B], and cu_seqlens_q [B+1], which is
-            None where every sequence has one token.
-        ids, positions: [1, T].
-        logits_at: [L] tokens whose logits are wanted; None: all.
-    """
-
-    groups: list[tuple[Tensor, Tensor, Tensor, Tensor | None]]
-    ids: Tensor
-    positions: Tensor
-    logits_at: Tensor | None
-
-    def mark_dynamic(self) -> None:
-        """Lets T and L (and B, where it is T) be of any size from 2 on in what is traced next."""
-        marks = [(self.ids, 1), (self.positions, 1), (self.logits_at, 0)]
-        for slots, table, lengths, offsets in self.groups:
-            marks += [(slots, 0)] + ([(table, 0), (lengths, 0)] if offsets is None else [])
-        for tensor, dim in marks:
-            if tensor is not None:
-                torch._dynamo.mark_dynamic(tensor, dim)
 
 
 class Runner:
     """A model, its blocks, and the buffers that its forwards read.
 
-    Args: those of :class:`pagedkv.Engine`.
-
     Attributes:
-        pool, tables: the blocks, and one :class:`BlockTable` per group of layers; row r is the r-th running sequence.
-        buckets: batch sizes of decode forwards.
+        pool, tables: the blocks, and one :class:`BlockTable` per group of layers; row r is the r-th running sample.
         max_length: positions that the model and the tables have.
         is_frozen: forwards are compiled or captured. not_frozen: the parts of the model's identity that they follow.
 
@@ -127,55 +56,30 @@ class Runner:
             and values, or the model's logits over blocks are not its own; the message says why.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        num_blocks: int | None,
-        memory: int | float | None,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        prefix_caching: bool,
-        kv_dtype: torch.dtype | None,
-        watermark: float,
-        num_host_blocks: int,
-        compile: bool,
-        cuda_graphs: bool | str,
-        buckets: Sequence[int] | None,
-        progress: bool,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
         check_model(model)
         self.model = model
         self.device = model.get_input_embeddings().weight.device
-        check_pool(num_blocks, memory, block_size, num_host_blocks, kv_dtype, watermark)
-        check_flags(cuda_graphs, self.device, prefix_caching=prefix_caching, compile=compile, progress=progress)
-        self.patch = Patch(model, {"block_size": block_size, "kv_dtype": kv_dtype})
-        keeps_logits = self._check_forward()
+        config.check_device(self.device)
+        self.config = config
+        self.patch = Patch(model, {"block_size": config.block_size, "kv_dtype": config.kv_dtype})
+        self._call = self._model_call(self._check_forward())
         text = model.config.get_text_config(decoder=True)
         self.max_length: int = getattr(text, "max_position_embeddings", None) or 1 << 20
-        self.buckets = _buckets(max_num_seqs, buckets)
-        self._call = self._model_call(keeps_logits)
         self._compiled: Forward | None = None
         self._is_one_graph = False  # decode and prompts are the same compiled code
         self._graphs: dict[int, tuple[Any, Tensor]] = {}
         self.not_frozen = () if self.device.type == "cpu" else ("writes", "values")  # read where they are
-        room = max(max_num_seqs, 2), max(max_num_batched_tokens, 2 * _PROBE_CHUNK)
-        self._allocate(_PROBE_BLOCKS, *room, _PROBE_BLOCK_SIZE, kv_dtype)
-        with evaluation(model):
-            self._masks = self._make_masks()
-            probe = self._probe()
-        sizes = num_blocks, memory, block_size, self.device, num_host_blocks
-        blocks = agreed_blocks(model, lambda: sized(self.pool, *sizes))
-        options = {"prefix_caching": prefix_caching, "watermark": watermark, "num_host_blocks": num_host_blocks}
-        self._allocate(blocks, max_num_seqs, max_num_batched_tokens, block_size, kv_dtype, **options)
-        self.max_length = min(self.max_length, self.pool.table_width * block_size)
+        probe = self._accept()
+        sizes = config.num_blocks, config.memory, config.block_size, self.device, config.num_host_blocks
+        self._allocate(replace(config, num_blocks=agreed_blocks(model, lambda: sized(self.pool, *sizes)), memory=None))
+        self.max_length = min(self.max_length, self.pool.table_width * config.block_size)
         self._warm_up(self._inputs[self._sizes[0]])  # the layers get their tensors before anything is traced
-        if compile:
-            self._compile(progress, probe)
-        if cuda_graphs and self.device.type == "cuda":
-            self._capture(progress)
-        self.is_frozen = compile or bool(self._graphs)
+        if config.compile:
+            self._compile(probe)
+        if config.cuda_graphs and self.device.type == "cuda":
+            self._capture()
+        self.is_frozen = config.compile or bool(self._graphs)
 
     # Set-up.
 
@@ -189,55 +93,59 @@ class Runner:
             raise refuse(self.model, "its attention does not look its function up by config._attn_implementation")
         return "logits_to_keep" in parameters
 
-    def _allocate(
-        self, num_blocks: int, max_num_seqs: int, max_num_tokens: int, block_size: int, kv_dtype: Any, **options: Any
-    ) -> None:
+    def _accept(self) -> Probe:
+        """Compares forwards over a few small blocks with the model's own."""
+        small = EngineConfig(
+            num_blocks=_PROBE_BLOCKS,
+            block_size=_PROBE_BLOCK_SIZE,
+            max_num_seqs=max(self.config.max_num_seqs, 2),
+            max_num_batched_tokens=max(self.config.max_num_batched_tokens, 2 * _PROBE_CHUNK),
+            prefix_caching=False,
+            kv_dtype=self.config.kv_dtype,
+        )
+        self._allocate(small)
+        with evaluation(self.model):
+            self._masks = self._make_masks()
+            return self._probe()
+
+    def _allocate(self, config: EngineConfig) -> None:
         """The pool, a cache whose layers write to it, and the static buffers."""
-        config = self.model.config
-        cache = PagedCache(config, num_blocks=2, block_size=block_size)
+        cache = PagedCache(self.model.config, num_blocks=2, block_size=config.block_size)
         reason = dependence(self.model, cache)
         if reason is not None:
             raise refuse(self.model, reason)
-        windows = cache.pool.windows
-        self.pool = Pool(num_blocks, block_size, windows, max_length=self.max_length, kv_dtype=kv_dtype, **options)
-        width = self.pool.table_width
-        size, on_cpu = max(max_num_tokens, _MIN_ROOM), self.device.type == "cpu"
-        check_buffers(max_num_seqs, size, width, len(windows), self.device)
-        self.tables = [BlockTable(max_num_seqs, width, size, block_size, device=self.device) for _ in windows]
-        self._steps = {(group, self.device): PackedStep() for group in range(len(windows))}
+        assert config.num_blocks is not None
+        self.pool = Pool(
+            config.num_blocks,
+            config.block_size,
+            cache.pool.windows,
+            max_length=self.max_length,
+            kv_dtype=config.kv_dtype,
+            prefix_caching=config.prefix_caching,
+            watermark=config.watermark,
+            num_host_blocks=config.num_host_blocks,
+        )
+        self._buffers = Buffers(self.pool, config.max_num_seqs, config.max_num_batched_tokens, self.device)
+        self.tables = self._buffers.tables
+        self._steps = {(group, self.device): PackedStep() for group in range(len(self.tables))}
         self._state = PackedState(self.pool, cache.state.layers, self._steps)
         cache._bind(self._state)
         for layer in self._state.layers:
             layer.mode = PAGED
         self._cache = cache
-        self._host_tokens = torch.zeros((2, size), dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        self._tokens: npt.NDArray[np.int64] = self._host_tokens.numpy()  # ids, positions
-        self._device_tokens = self._host_tokens if on_cpu else torch.zeros_like(self._host_tokens, device=self.device)
-        self._bind_decode()
+        self._bind_decode(config.buckets)
 
-    def _bind_decode(self) -> None:
+    def _bind_decode(self, buckets: Sequence[int] | None) -> None:
         """The inputs of decode forwards, per bucket."""
         self._inputs = {}
-        for size in self.buckets:
+        for size in buckets or ():
             if self._is_one_graph:
                 size = max(size, _MIN_TOKENS)
-                self._inputs[size] = self._views(size, None, torch.arange(size, device=self.device))
+                self._inputs[size] = self._buffers.views(size, None, torch.arange(size, device=self.device))
             else:
-                self._inputs[size] = self._views(size, size)
+                self._inputs[size] = self._buffers.views(size, size)
         self._sizes = sorted(self._inputs)
         self._enter(self._inputs[self._sizes[0]])
-
-    def _views(self, total: int, num_seqs: int | None, logits_at: Tensor | None = None, decode: bool = True) -> Inputs:
-        """`total` tokens of `num_seqs` rows, one each in decode; None: of any rows of the whole tables."""
-        groups: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
-        for table in self.tables:
-            tensors = table.tensors
-            rows = table.max_num_seqs if num_seqs is None else num_seqs
-            offsets = None if decode and num_seqs is not None else tensors["cu_seqlens_q"][: rows + 1]
-            block_table, seq_lens = tensors["block_table"][:rows], tensors["seq_lens"][:rows]
-            groups.append((tensors["slot_mapping"][:total], block_table, seq_lens, offsets))
-        ids, positions = self._device_tokens[:, None, :total]  # [1, T] each
-        return Inputs(groups, ids, positions, logits_at)
 
     def _model_call(self, keeps_logits: bool) -> Forward:
         def forward(ids: Tensor, positions: Tensor, logits_at: Tensor | None) -> Tensor:
@@ -256,7 +164,7 @@ class Runner:
     def _make_masks(self) -> Any:
         """The model's masks; they are markers that hold for every forward, so they are made once."""
         embeds = torch.empty((1, 1, 1), device=self.device, dtype=self.model.dtype)
-        self._enter(self._views(1, 1))
+        self._enter(self._buffers.views(1, 1))
         with self.patch.attention():
             masks = create_masks_for_generate(self.model.config, embeds, None, self._cache)
         for mask in masks.values() if isinstance(masks, dict) else [masks]:
@@ -300,19 +208,19 @@ class Runner:
             if max(rest) <= _PROBE_CHUNK:  # the prompts are complete
                 yield logits
 
-    def _compile(self, progress: bool, probe: Probe) -> None:
+    def _compile(self, probe: Probe) -> None:
         """One graph for any number of tokens: on CPU of every forward, on CUDA of decode (one more for a batch of 1).
 
         Freezing takes every tensor that is marked as a static address for a constant, but for those that the graph
-        writes (the blocks): the buffers of `_views` must not be marked.
+        writes (the blocks): the buffers must not be marked.
         """
         self._compiled, options = compiled(self._call, self.device, mesh_of(self.model) is not None)
         self._is_one_graph = self.device.type == "cpu"
-        self._bind_decode()
-        size = min(_TRACED_TOKENS, len(self._tokens[0]))
+        self._bind_decode(self.config.buckets)
+        size = min(_TRACED_TOKENS, self._buffers.num_tokens)
         rows = torch.arange(size // 2, device=self.device)
-        inputs = self._views(size, None, rows) if self._is_one_graph else self._inputs[self._sizes[-1]]
-        for _ in track(["one graph"], "compiling", progress):
+        inputs = self._buffers.views(size, None, rows) if self._is_one_graph else self._inputs[self._sizes[-1]]
+        for _ in track(["one graph"], "compiling", self.config.progress):
             with options:
                 inputs.mark_dynamic()
                 self._warm_up(inputs)
@@ -325,7 +233,7 @@ class Runner:
         Both are roundings of the same logits: on SmolLM2-135M in bfloat16 the compiled ones were 0.03 from those in
         float32, the eager ones 0.16.
         """
-        count = min(_MIN_TOKENS + 1, self.pool.block_size, len(self._tokens[0]))
+        count = min(_MIN_TOKENS + 1, self.pool.block_size, self._buffers.num_tokens)
         batch = Batch(list(range(count)), [0], [count], range(count))
         for table in self.tables:
             table.set_row(0, [1])
@@ -337,10 +245,10 @@ class Runner:
         is_exact = self.model.dtype == torch.float32 and self.pool.kv_dtype in (None, torch.float32)
         probe.check_pair(expected, got, "from a compiled forward", 1e-3 if is_exact else 0.5)
 
-    def _capture(self, progress: bool) -> None:
+    def _capture(self) -> None:
         """A CUDA graph per bucket, the largest first: the smaller ones share its memory."""
         memory = torch.cuda.graph_pool_handle()
-        for size in track(self._sizes[::-1], "capturing decode", progress):
+        for size in track(self._sizes[::-1], "capturing decode", self.config.progress):
             self._warm_up(self._inputs[size])
             graph = torch.cuda.CUDAGraph()
             with torch.inference_mode(), self.patch.attention(), torch.cuda.graph(graph, pool=memory):
@@ -349,9 +257,7 @@ class Runner:
 
     def _warm_up(self, inputs: Inputs) -> None:
         """A forward of nothing but padding."""
-        for table in self.tables:
-            table.fill([])
-            table.upload()
+        self._buffers.clear()
         with torch.inference_mode(), self.patch.attention():
             self._forward(inputs)
 
@@ -359,39 +265,22 @@ class Runner:
 
     def run(self, batch: Batch) -> Tensor:
         """[len(batch.logits_at), vocabulary] float32: one forward of the first rows of the tables."""
-        num_computed, num_new = batch.num_computed, batch.num_new
-        num_seqs, total = len(num_computed), len(batch.token_ids)
-        for table in self.tables:
-            table.fill(num_computed, num_new)
-            table.upload(num_seqs)
-        if num_new is None:
+        num_seqs, total = len(batch.num_computed), len(batch.token_ids)
+        if batch.num_new is None:
             size = next(size for size in self._sizes if size >= num_seqs)
         else:
             size = max(total, _MIN_TOKENS) if self._is_one_graph else total
-        self._write_tokens(batch, size)
-        if num_new is None:
+        self._buffers.write(batch, size)
+        if batch.num_new is None:
             return self._decode(size)[:num_seqs]
-        rows = np.asarray(batch.logits_at, np.int64)
-        count = len(rows)
+        wanted = np.asarray(batch.logits_at, np.int64)
+        count = len(wanted)
         if self._is_one_graph:
-            rows = np.pad(rows, (0, max(0, _MIN_TOKENS - count)))
-        at = torch.as_tensor(rows, device=self.device)
+            wanted = np.pad(wanted, (0, max(0, _MIN_TOKENS - count)))
+        at = torch.as_tensor(wanted, device=self.device)
         with self.patch.attention():
-            return self._forward(self._views(size, None if self._is_one_graph else num_seqs, at, decode=False))[:count]
-
-    def _write_tokens(self, batch: Batch, size: int) -> None:
-        """Ids and positions of a forward, and zeros up to its size."""
-        total, num_new = len(batch.token_ids), batch.num_new
-        num_computed = np.asarray(batch.num_computed, np.int64)
-        self._tokens[0, :total] = batch.token_ids
-        if num_new is None:
-            self._tokens[1, :total] = num_computed
-        else:
-            starts = np.cumsum(num_new) - num_new
-            self._tokens[1, :total] = np.arange(total) + np.repeat(num_computed - starts, num_new)
-        self._tokens[:, total:size] = 0
-        if self._device_tokens is not self._host_tokens:
-            self._device_tokens[:, :size].copy_(self._host_tokens[:, :size])  # the next step writes the host side again
+            rows = None if self._is_one_graph else num_seqs
+            return self._forward(self._buffers.views(size, rows, at, decode=False))[:count]
 
     def _decode(self, size: int) -> Tensor:
         """[size, vocabulary] logits of one token per row."""
@@ -414,16 +303,3 @@ class Runner:
         is_compiled = self._compiled is not None and (self._is_one_graph or inputs.logits_at is None)
         call = self._compiled if is_compiled else self._call
         return call(inputs.ids, inputs.positions, inputs.logits_at)  # type: ignore[misc]
-
-
-def _buckets(max_num_seqs: int, buckets: Sequence[int] | None) -> list[int]:
-    """Powers of two up to the most sequences, unless given."""
-    if buckets is None:
-        sizes = [1 << power for power in range(max_num_seqs.bit_length()) if 1 << power < max_num_seqs]
-        return [*sizes, max_num_seqs]
-    if not isinstance(buckets, Sequence):
-        raise InvalidArgumentError(f"buckets: expected a sequence of sizes, got {buckets!r}")
-    sizes = sorted({integer("buckets", size) for size in buckets})
-    if not sizes or sizes[0] < 1 or sizes[-1] != max_num_seqs:
-        raise InvalidArgumentError(f"buckets: expected sizes from 1 to max_num_seqs ({max_num_seqs}), got {sizes}")
-    return sizes

@@ -8,7 +8,6 @@ makes progress.
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
@@ -17,22 +16,22 @@ from ..manager import Allocation
 
 if TYPE_CHECKING:
     from ..hf.kv_pool import Pool
+    from .config import EngineConfig
     from .requests import Request, Sample
 
 
 class Scheduler:
     """Rows of running samples and the queue of waiting ones, over a pool and its block tables."""
 
-    def __init__(self, pool: Pool, tables: Seq[BlockTable], max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(self, pool: Pool, tables: Seq[BlockTable], config: EngineConfig) -> None:
         self.pool = pool
-        self.manager = manager = pool.manager
+        self.manager = pool.manager
         self.tables = tables
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.preempt_mode = "swap" if manager.num_host_blocks else "recompute"
+        self.max_num_seqs = config.max_num_seqs
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.preempt_mode = "swap" if config.num_host_blocks else "recompute"
         self.running: list[Sample] = []  # row r is running[r]
         self.waiting: list[Sample] = []  # by rank
-        self.new_id = itertools.count().__next__
         self._preempted = False
 
     def add(self, seq: Sample) -> None:
