@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0 triton==3.7.1
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format bench fuzz clean
+.PHONY: setup demo test lint format bench report fuzz clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,9 @@ format: setup
 
 bench: setup
 	$(BIN)/python benchmarks/bench_ops.py --short
+
+report: setup
+	$(BIN)/python -m tools.compile_report --write benchmarks/triton_compile_report.md
 
 FUZZ_SECONDS ?= 60
 fuzz: setup

@@ -52,10 +52,8 @@ def _table() -> dict[Any, Any]:
 
 def _tool() -> Any:
     """The developers' tuner, which knows how rows vary and how the table is written."""
-    try:
-        from tools import tune
-    except ImportError:
-        from pagedkv_ops._triton import tune
+    from tools import tune
+
     return tune
 
 

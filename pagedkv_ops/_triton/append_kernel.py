@@ -24,45 +24,59 @@ def writers(slots_ptr, num_slots, slot):
 
 
 @triton.jit
-def store_new(
-    new,  # see attention_kernel
-    key_ptr,  # of this KV head in the cache
-    value_ptr,
-    cache_strides,  # (block, slot) of K, then of V
-    token,
-    kv_head,
-    num_slots,
-    num_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-):
-    """The write itself, for one token and one KV head; a slot out of range or of a later token is skipped."""
-    slot = tl.load(new[2] + token, mask=token < num_slots, other=-1).to(tl.int64)
-    block = slot // BLOCK_SIZE
-    offset = slot % BLOCK_SIZE
-    last_writer = tl.max(writers(new[2], num_slots, tl.full([1], 0, tl.int64) + slot), 0)
-    if (slot >= 0) & (block < num_blocks) & (last_writer == token):
-        row = token.to(tl.int64)
-        d_range = tl.arange(0, triton.next_power_of_2(D))
-        dv_range = tl.arange(0, triton.next_power_of_2(DV))
-        key = tl.load(new[0] + row * new[3] + kv_head * new[4] + d_range, mask=d_range < D)
-        value = tl.load(new[1] + row * new[5] + kv_head * new[6] + dv_range, mask=dv_range < DV)
-        key_ptr += block * cache_strides[0] + offset * cache_strides[1]
-        value_ptr += block * cache_strides[2] + offset * cache_strides[3]
-        tl.store(key_ptr + d_range, key, mask=d_range < D)
-        tl.store(value_ptr + dv_range, value, mask=dv_range < DV)
+def rows_of_writers(new, writer, kv_head, key_rows, value_rows):
+    """The pointers, those of written slots to the new tokens instead of the cache."""
+    token = writer.to(tl.int64)
+    head = kv_head.to(tl.int64)
+    new_key_rows = new.key_ptr + (token * new.key_stride_token + head * new.key_stride_head)
+    new_value_rows = new.value_ptr + (token * new.value_stride_token + head * new.value_stride_head)
+    return tl.where(writer >= 0, new_key_rows, key_rows), tl.where(writer >= 0, new_value_rows, value_rows)
 
 
 @triton.jit
-def first_written(slots_ptr, num_slots, table, lowest, stop, num_blocks, BLOCK_SIZE: tl.constexpr):
+def store_new(
+    new,  # New, see ``arguments``
+    num_slots,
+    cache,  # (this KV head's keys, strides of block and slot, its values, strides of block and slot)
+    token,
+    kv_head,
+    num_blocks,
+    SPEC: tl.constexpr,
+):
+    """The write itself, for one token and one KV head; a slot out of range or of a later token is skipped."""
+    slot = tl.load(new.slots_ptr + token, mask=token < num_slots, other=-1).to(tl.int64)
+    block = slot // SPEC.BLOCK_SIZE
+    offset = slot % SPEC.BLOCK_SIZE
+    last_writer = tl.max(writers(new.slots_ptr, num_slots, tl.full([1], 0, tl.int64) + slot), 0)
+    if (slot >= 0) & (block < num_blocks) & (last_writer == token):
+        row = token.to(tl.int64)
+        head = kv_head.to(tl.int64)
+        d_range = tl.arange(0, SPEC.BLOCK_D)
+        dv_range = tl.arange(0, SPEC.BLOCK_DV)
+        key_row = new.key_ptr + row * new.key_stride_token + head * new.key_stride_head
+        value_row = new.value_ptr + row * new.value_stride_token + head * new.value_stride_head
+        key = tl.load(key_row + d_range, mask=d_range < SPEC.D)
+        value = tl.load(value_row + dv_range, mask=dv_range < SPEC.DV)
+        tl.store(cache[0] + (block * cache[1] + offset * cache[2]) + d_range, key, mask=d_range < SPEC.D)
+        tl.store(cache[3] + (block * cache[4] + offset * cache[5]) + dv_range, value, mask=dv_range < SPEC.DV)
+
+
+@triton.jit
+def first_written(
+    slots_ptr,
+    num_slots,
+    table,  # (this sequence's row of the block table, stride of a column, number of blocks)
+    lowest,
+    stop,
+    BLOCK_SIZE: tl.constexpr,
+):
     """The first position from ``lowest`` to below ``stop`` whose slot this launch writes, else ``stop``."""
     first = stop
     columns = tl.cdiv(stop, BLOCK_SIZE)
     for start in range(lowest // BLOCK_SIZE, columns, _COLUMNS):
         column = start + tl.arange(0, _COLUMNS)
-        block = tl.load(table[0] + column * table[1], mask=column < columns, other=-1).to(tl.int64)
-        block = tl.where(block < num_blocks, block, -1)
+        block = tl.load(table[0] + column.to(tl.int64) * table[1], mask=column < columns, other=-1).to(tl.int64)
+        block = tl.where(block < table[2], block, -1)
         for first_slot in range(0, num_slots, _SLOTS):
             i = first_slot + tl.arange(0, _SLOTS)
             slot = tl.load(slots_ptr + i, mask=i < num_slots, other=-1).to(tl.int64)

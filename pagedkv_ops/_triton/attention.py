@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from .. import checks
 from . import config, debug, writing
+from .arguments import Cache, New, Spec, Table, Tokens
 from .attention_kernel import attention_kernel
-from .launch import TL_DTYPES, launch
+from .launch import TL_DTYPES, apart, launch
 from .splits import combine
 
 _LOG2E = 1.4426950408889634
+_LARGEST = 3e38  # of float32
 _MOST_FUSED = 128  # tokens whose slots every program compares with those of its keys
 _WIDEST_FUSED = 512  # wider heads would spill registers
 
@@ -67,36 +70,55 @@ def _launch(
     sinks: Tensor | None = None,
     **_: Tensor | None,  # scales of quantised caches, which the checks refuse
 ) -> None:
-    block_table, _, cu_seqlens_q = indices
+    block_table, seq_lens, cu_seqlens_q = indices
     of_heads = (None if tensor is None else tensor.contiguous() for tensor in (alibi_slopes, sinks))
-    scale = query.size(2) ** -0.5 if scale is None else scale
-    strides = (*query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], *block_table.stride())
-    num_slots = 0 if new is None else new[2].size(0)
-    sizes = (query.size(0), block_table.size(0), key_cache.size(0), plan.capacity, plan.num_splits, num_slots)
-    windows = (min(window_left, config.MAX_POSITION), min(window_right, config.MAX_POSITION))
-    scales = (scale / softcap if softcap else scale * _LOG2E, softcap * _LOG2E)
-    launch(
-        attention_kernel,
-        plan.grid,
-        query,
-        *(query, key_cache, value_cache, *indices, *of_heads, None if new is None else _with_strides(*new)),
-        *(part, part_lse, *strides, *sizes, *windows, *scales),
-        PACKED=cu_seqlens_q is not None,
-        APPEND=new is not None,
+    sizes = (query.size(0), block_table.size(0), key_cache.size(0), plan.capacity, plan.num_splits)
+    # what is wider than the table or the batch is unlimited, as -1: positions plus windows stay below 2**31
+    windows = (min(window_left, plan.capacity), min(window_right, query.size(0)))
+    spec = Spec(
+        **plan.sizes,
         CAUSAL=causal,
         WINDOW_LEFT=window_left >= 0,
         WINDOW_RIGHT=window_right >= 0,
         SOFTCAP=softcap > 0,
+        SERIES=softcap > 100,
         ALIBI=alibi_slopes is not None,
-        SINKS=sinks is not None,
-        STORE_LSE=part_lse is not None,
         COMPUTE=TL_DTYPES[torch.promote_types(query.dtype, key_cache.dtype)],
-        **plan.meta,
+        OFFSETS=_offsets(key_cache, value_cache, block_table),
+    )
+    launch(
+        attention_kernel,
+        plan.grid,
+        query,
+        Tokens(query, *query.stride()[:2]),
+        Cache(key_cache, *key_cache.stride()[:3]),
+        Cache(value_cache, *value_cache.stride()[:3]),
+        Table(block_table, block_table.stride(1)),
+        *(block_table.stride(0), seq_lens, cu_seqlens_q, *of_heads, None if new is None else _with_strides(*new)),
+        *(part, part_lse, *sizes, 0 if new is None else new[2].size(0), *windows),
+        *_scales(query.size(2) ** -0.5 if scale is None else scale, softcap),
+        SPEC=spec,
+        **plan.options,
     )
 
 
-def _with_strides(key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[Tensor | int, ...]:
-    return key, value, slot_mapping.contiguous(), *key.stride()[:2], *value.stride()[:2]
+def _scales(scale: float, softcap: float) -> tuple[float, float]:
+    """The factors on q.k and on the cap, in base 2."""
+    if softcap == 0:
+        return scale * _LOG2E, 0.0
+    softcap = min(max(softcap, 1e-30), 1e30)  # beyond these it changes no weight, but would overflow or vanish itself
+    return min(max(scale / softcap, -_LARGEST), _LARGEST), softcap * _LOG2E
+
+
+def _offsets(key_cache: Tensor, value_cache: Tensor, block_table: Tensor) -> tl.dtype:
+    """Slots and columns are many: 64 bits for their offsets take 20 registers and are for strides that need them."""
+    slots = (key_cache.size(1) - 1) * max(key_cache.stride(1), value_cache.stride(1))
+    columns = (block_table.size(1) - 1) * block_table.stride(1)
+    return tl.int32 if max(slots, columns) < 2**31 else tl.int64
+
+
+def _with_strides(key: Tensor, value: Tensor, slot_mapping: Tensor) -> New:
+    return New(key, value, slot_mapping.contiguous(), *key.stride()[:2], *value.stride()[:2])
 
 
 def _checked(
@@ -159,11 +181,12 @@ def paged_attention_append(
     config.check_head_size(op, query, key_cache, value_cache)
     debug.check_write(op, key_cache, value_cache, slot_mapping)
     debug.check_attention(op, *attention, **options)
+    query, key, value = (apart(tensor, key_cache, value_cache) for tensor in (query, key, value))
     new = (key, value, slot_mapping)
     if cu_seqlens_q is not None or options.get("num_splits") == 1 or not _is_fused(*new, key_cache, value_cache):
         writing.store(key, value, key_cache, value_cache, slot_mapping)
         new = None
-    return _attend(*attention, with_lse=False, new=new, **options)[0]
+    return _attend(query, *attention[1:], with_lse=False, new=new, **options)[0]
 
 
 def _is_fused(key: Tensor, value: Tensor, slot_mapping: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:

@@ -44,9 +44,9 @@ def copy_kernel(
         return
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = element < SIZE
-    within = (
-        element // (SIZE_1 * SIZE_2) * stride_0 + element // SIZE_2 % SIZE_1 * stride_1 + element % SIZE_2 * stride_2
-    )
+    within = (element // (SIZE_1 * SIZE_2)).to(tl.int64) * stride_0
+    within += (element // SIZE_2 % SIZE_1).to(tl.int64) * stride_1
+    within += (element % SIZE_2).to(tl.int64) * stride_2
     staged_ptr += (which * num_pairs + pair) * SIZE
     for i in tl.static_range(len(caches)):
         if which == i:

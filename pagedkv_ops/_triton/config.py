@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .tuned import TABLE
 
-MAX_POSITION = 2**31 - 1024  # positions are int32 in the kernel, up to one tile past the end
+MAX_POSITION = 2**30  # positions are int32 in the kernel, to which a window is added
 MAX_SPLITS = 128
 MIN_SPLIT_KEYS = 256  # below it, the second pass costs more than the split gains
 
@@ -28,7 +28,8 @@ class Plan(NamedTuple):
     grid: tuple[int, int, int]  # query tiles, tiles of heads, splits
     capacity: int  # W * S
     num_splits: int
-    meta: dict[str, Any]  # the kernel's compile-time sizes
+    sizes: dict[str, Any]  # fields of the kernel's Spec
+    options: dict[str, int]  # warps and stages
 
 
 @functools.cache
@@ -91,7 +92,8 @@ def plan(
     if num_splits == 0:
         num_splits = splits_of(num_tiles * grid_heads, capacity, num_sms * tiles.blocks_per_sm)
     num_splits = min(num_splits, MAX_SPLITS)
-    meta = {
+    block_d = padded(head_size)
+    sizes = {
         "NUM_HEADS": num_heads,
         "GROUP": group,
         "BLOCK_SIZE": block_size,
@@ -99,16 +101,17 @@ def plan(
         "DV": v_head_size,
         "SPLIT": num_splits > 1,
         "ONE_LOOP": invariant,
+        "RELOAD": itemsize == 4 and block_d >= 128 and tiles.block_m * block_d >= 4096,
+        "HEAD_TILES": triton.cdiv(group, tile_heads),
         "TILE_HEADS": tile_heads,
         "TILE_TOKENS": tile_tokens,
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
-        "BLOCK_D": padded(head_size),
+        "BLOCK_D": block_d,
         "BLOCK_DV": padded(v_head_size),
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
     }
-    return Plan((num_tiles, grid_heads, num_splits), capacity, num_splits, meta)
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return Plan((num_tiles, grid_heads, num_splits), capacity, num_splits, sizes, options)
 
 
 def check_head_size(op: str, query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import checks
 from . import debug
-from .launch import launch
+from .launch import launch, width
 
 _TILE_ELEMENTS = 4096
 
@@ -35,16 +35,17 @@ def gather_kernel(
     BLOCK_D: tl.constexpr,
 ):
     b = (tl.program_id(0) // grid_positions).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     position = tl.program_id(0) % grid_positions * BLOCK_N + tl.arange(0, BLOCK_N)
     seq_len = tl.minimum(tl.load(seq_lens_ptr + b), capacity)
     filled = (position < seq_len) & (position < max_len)
-    column = position // BLOCK_SIZE
+    column = (position // BLOCK_SIZE).to(tl.int64)
+    slot = (position % BLOCK_SIZE).to(tl.int64)
     block = tl.load(table_ptr + b * table_stride_row + column * table_stride_column, mask=filled, other=-1).to(tl.int64)
     d_range = tl.arange(0, BLOCK_D)
     d_mask = (d_range < D)[None, :]
     readable = ((block >= 0) & (block < num_blocks))[:, None] & d_mask
-    source = block * cache_stride_block + position % BLOCK_SIZE * cache_stride_slot + head * cache_stride_head
+    source = block * cache_stride_block + slot * cache_stride_slot + head * cache_stride_head
     tokens = tl.load(cache_ptr + source[:, None] + d_range[None, :], readable, other=0.0)
     target = ((b * max_len + position) * NUM_HEADS + head) * D
     tl.store(out_ptr + target[:, None] + d_range[None, :], tokens, (position < max_len)[:, None] & d_mask)
@@ -56,7 +57,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int
     num_blocks, block_size, num_heads, head_size = cache.shape
     batch, table_width = block_table.shape
     out = cache.new_empty(batch, max_len, num_heads, head_size)
-    block_d = triton.next_power_of_2(head_size)
+    block_d = width(head_size)
     block_n = max(1, _TILE_ELEMENTS // block_d)
     grid_positions = triton.cdiv(max_len, block_n)
     launch(

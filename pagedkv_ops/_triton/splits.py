@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import config
-from .attention_kernel import LN2, LOG2E
+from .attention_tile import LN2, LOG2E
 from .launch import launch
 
 _CHUNK = 16
@@ -47,7 +47,8 @@ def combine_kernel(
     acc = tl.where(seen, acc / total, 0.0)
     tl.store(out_ptr + row * DV + dv_range, acc.to(out_ptr.dtype.element_ty), mask=dv_range < DV)
     if STORE_LSE:
-        tl.store(lse_ptr + row, tl.where(seen, highest + tl.log2(total) * LN2, float("-inf")))
+        lse = tl.where(seen, highest + tl.log2(total) * LN2, float("-inf"))
+        tl.store(lse_ptr + row, tl.where(highest == float("inf"), highest, lse))  # not inf - inf
 
 
 def combine(part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | None) -> None:

@@ -8,8 +8,16 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import checks
-from .attention_kernel import LN2, LOG2E
-from .launch import head_blocks, launch
+from .attention_tile import LN2, LOG2E
+from .launch import head_blocks, launch, width
+
+
+@triton.jit
+def _part(out, weight, lse, other_lse):
+    """A part's share; one of weight 0 has none, even where it is NaN."""
+    weight = tl.where(other_lse == float("-inf"), 1.0, weight)  # also of +inf
+    weight = tl.where(lse == float("-inf"), 0.0, weight)[:, None]
+    return tl.where(weight == 0.0, 0.0, weight * out)
 
 
 @triton.jit
@@ -34,7 +42,7 @@ def merge_kernel(
     BLOCK_DV: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
     head_mask = head < NUM_HEADS
     lse_a = tl.load(lse_a_ptr + token * lse_a_stride_token + head * lse_a_stride_head, head_mask, other=float("-inf"))
     lse_b = tl.load(lse_b_ptr + token * lse_b_stride_token + head * lse_b_stride_head, head_mask, other=float("-inf"))
@@ -45,9 +53,9 @@ def merge_kernel(
     total = weight_a + weight_b
     seen = total != 0.0  # true for NaN
     total = tl.where(seen, total, 1.0)
-    tl.store(
-        lse_ptr + token * NUM_HEADS + head, tl.where(seen, highest + tl.log2(total) * LN2, float("-inf")), head_mask
-    )
+    lse = tl.where(seen, highest + tl.log2(total) * LN2, float("-inf"))
+    lse = tl.where(highest == float("inf"), highest, lse)  # not inf - inf
+    tl.store(lse_ptr + token * NUM_HEADS + head, lse, head_mask)
 
     dv_range = tl.arange(0, BLOCK_DV)
     mask = head_mask[:, None] & (dv_range < DV)[None, :]
@@ -55,7 +63,7 @@ def merge_kernel(
     out_b_ptr += token * out_b_stride_token
     out_a = tl.load(out_a_ptr + head[:, None] * out_a_stride_head + dv_range[None, :], mask, other=0.0).to(tl.float32)
     out_b = tl.load(out_b_ptr + head[:, None] * out_b_stride_head + dv_range[None, :], mask, other=0.0).to(tl.float32)
-    out = out_a * (weight_a / total)[:, None] + out_b * (weight_b / total)[:, None]
+    out = _part(out_a, weight_a / total, lse_a, lse_b) + _part(out_b, weight_b / total, lse_b, lse_a)
     out_ptr += token * NUM_HEADS * DV
     tl.store(out_ptr + head[:, None] * DV + dv_range[None, :], out.to(out_ptr.dtype.element_ty), mask)
 
@@ -83,7 +91,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
         NUM_HEADS=num_heads,
         DV=v_head_size,
         BLOCK_H=heads,
-        BLOCK_DV=triton.next_power_of_2(v_head_size),
+        BLOCK_DV=width(v_head_size),
         num_warps=4,
     )
     return out, lse

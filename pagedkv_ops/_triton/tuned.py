@@ -1,4 +1,4 @@
-"""Launch configurations per architecture; ``python -m pagedkv_ops._triton.tune`` measures and writes them.
+"""Launch configurations per architecture; ``python -m tools.tune`` measures and writes them.
 
 Key: architecture, kind, operand bytes, padded head size. Value: rows of a tile (of decode: the most), keys of a tile,
 warps, pipeline stages, thread blocks per multiprocessor that the split count aims at. Where there is no row for
@@ -24,7 +24,7 @@ TABLE = {
     ("sm_90", "decode", 2, 256): (32, 32, 4, 5, 8),
     ("sm_90", "decode", 2, 512): (16, 16, 8, 3, 4),
     ("sm_90", "decode", 2, 1024): (16, 16, 8, 3, 4),
-    ("sm_90", "decode", 4, 64): (32, 32, 4, 5, 8),
+    ("sm_90", "decode", 4, 64): (32, 32, 4, 4, 8),
     ("sm_90", "decode", 4, 128): (16, 32, 4, 5, 8),
     ("sm_90", "decode", 4, 256): (16, 16, 8, 3, 8),
     ("sm_90", "prefill", 2, 64): (128, 64, 8, 5, 1),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import checks
 from . import debug
-from .launch import head_blocks, launch
+from .launch import apart, head_blocks, launch, width
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def write_kernel(
     if (slot < 0) | (block >= num_blocks):
         return
     offset = slot % BLOCK_SIZE
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
     key_ptr += token * key_stride_token
     key_cache_ptr += block * key_cache_stride_block + offset * key_cache_stride_slot
     _store_heads(key_ptr, key_cache_ptr, head, NUM_HEADS, key_stride_head, key_cache_stride_head, D, BLOCK_D)
@@ -66,6 +66,7 @@ def write_kernel(
 
 def store(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """The write itself, for arguments that were checked."""
+    key, value = (apart(new, key_cache, value_cache) for new in (key, value))
     num_blocks, block_size, num_heads, head_size = key_cache.shape
     v_head_size = value_cache.size(3)
     heads, grid_heads = head_blocks(num_heads, head_size, v_head_size)
@@ -88,8 +89,8 @@ def store(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, sl
         D=head_size,
         DV=v_head_size,
         BLOCK_H=heads,
-        BLOCK_D=triton.next_power_of_2(head_size),
-        BLOCK_DV=triton.next_power_of_2(v_head_size),
+        BLOCK_D=width(head_size),
+        BLOCK_DV=width(v_head_size),
         num_warps=4,
     )
 

@@ -94,7 +94,7 @@ def assert_append_is_write_then_attend(kernels: Kernels, args: tuple[Tensor, ...
 GRID = pairwise(
     3,
     slots=SLOTS,
-    heads=[(4, 4), (8, 2), (5, 1), (70, 2)],
+    heads=[(4, 4), (8, 2), (5, 1), (34, 1)],  # 34: two tiles of heads where a tile has 32 rows
     head_size=[13, 64],
     block_size=[1, 3, 16],
     dtypes=[
@@ -104,7 +104,7 @@ GRID = pairwise(
         (torch.float16, torch.float32, torch.float32),
         (torch.float32, torch.float32, torch.bfloat16),  # not fused: it converts
     ],
-    seq_lens=[(1, 1, 1), (5, 9, 150), (64, 128, 192), (0, 33, 70)],
+    seq_lens=[(1, 1, 1), (5, 9, 150), (32, 64, 128), (0, 33, 70)],
     mask=[{}, {"causal": False}, {"window_left": 20}, {"window_left": 0}],
     options=[{}, {"softcap": 3.0, "alibi": True, "sinks": True}],
     num_splits=[0, 2, 5],
@@ -124,10 +124,10 @@ def test_append_is_write_then_attend(kernels: Kernels, row: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("batch", [1, 17, 128, 129])
 def test_append_of_many_tokens(kernels: Kernels, batch: int) -> None:
-    """Up to the most that are fused, and one more; every sequence is the same, one token longer than the one before."""
-    args = make_args("last", heads=(2, 1), seq_lens=tuple(range(1, batch + 1)), shared_table=True)
-    distinct = torch.arange(-(-batch // 4) + 1) % NUM_BLOCKS  # of one table; past 24 blocks it wraps around
-    args = (*args[:5], torch.arange(batch) % (NUM_BLOCKS * 4), distinct.expand(batch, -1), args[7])
+    """Up to the most that are fused, and one more; all sequences share a table that any of the tokens writes."""
+    args = make_args("last", heads=(2, 1), seq_lens=tuple(1 + b % 24 for b in range(batch)), shared_table=True)
+    slots = torch.randperm(batch, generator=torch.Generator().manual_seed(0)) % (NUM_BLOCKS * 4)
+    args = (*args[:5], slots, torch.arange(7).expand(batch, -1), args[7])
     assert_append_is_write_then_attend(kernels, args)
 
 

@@ -24,6 +24,7 @@ pytest.importorskip("triton", reason="triton is not installed (pip install trito
 
 from pagedkv_ops import _triton, value_checks
 from pagedkv_ops._triton import config
+from pagedkv_ops._triton.attention_kernel import attention_kernel
 from pagedkv_ops._triton.launch import recording
 
 B, W, T, HQ, HKV, D, N, S = 3, 40, 17, 8, 2, 64, 128, 16
@@ -127,9 +128,8 @@ def test_launchers_read_nothing_on_the_host(fake_cuda: None, name: str) -> None:
 def test_a_decode_step_is_written_by_the_attention_launch(name: str, kernels: list[str]) -> None:
     recorded = launches(calls(REAL[1])[name])
     assert [kernel for kernel, *_ in recorded] == kernels
-    assert next(meta["APPEND"] for kernel, _, _, meta in recorded if kernel == "attention_kernel") == (
-        "write_kernel" not in kernels
-    )
+    args = next(args for kernel, _, args, _ in recorded if kernel == "attention_kernel")
+    assert (args[attention_kernel.arg_names.index("new")] is not None) == ("write_kernel" not in kernels)
 
 
 def test_a_reader_of_lengths_would_be_caught(fake_cuda: None) -> None:

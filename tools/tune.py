@@ -1,4 +1,4 @@
-"""``python -m pagedkv_ops._triton.tune``: measures configurations on this GPU and rewrites its rows of the table.
+"""``python -m tools.tune``: measures configurations on this GPU and rewrites its rows of the table.
 
 Candidates vary the keys of a tile, warps, stages and thread blocks per multiprocessor around the present row. One that
 gives a result different from the present row's is passed over; the rest are ranked by the sum of their times.
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import attention, config, tuned
+from pagedkv_ops._triton import attention, config, tuned
 
 Row = tuple[int, int, int, int, int]
 _FILE = Path(tuned.__file__)

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .launch import Launch
+from pagedkv_ops._triton.launch import OPTIONS, Launch
 
 _POINTEES = {
     "float32": "fp32",
@@ -25,6 +25,7 @@ _POINTEES = {
     "int32": "i32",
     "int64": "i64",
 }
+_OPTIONS = ("num_warps", "num_stages", *OPTIONS)
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -61,9 +62,8 @@ def _source(launch: Launch) -> ASTSource:
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    options = ("num_warps", "num_stages")
     values = dict(zip((p.name for p in launch.kernel.params), launch.args, strict=False))
-    values |= {name: value for name, value in launch.meta.items() if name not in options}
+    values |= {name: value for name, value in launch.meta.items() if name not in _OPTIONS}
     for i, parameter in enumerate(launch.kernel.params):
         value = values[parameter.name]
         if parameter.is_constexpr:
@@ -80,13 +80,14 @@ def _source(launch: Launch) -> ASTSource:
                 constants[path] = part
             elif divisible:
                 attributes[path] = [["tt.divisibility", 16]]
-        signature[parameter.name] = tuple(types) if isinstance(value, tuple) else types[0]
+        named = type(value)._make if hasattr(value, "_fields") else tuple  # fields are read by their names
+        signature[parameter.name] = named(types) if isinstance(value, tuple) else types[0]
     return ASTSource(launch.kernel, signature, constants, attributes)
 
 
 def compile_launch(launch: Launch, capability: int) -> Any:
     """Triton's compiled kernel (``.asm["ttgir" | "ptx" | "cubin"]``); capability 90 is sm_90."""
-    options = {name: launch.meta[name] for name in ("num_warps", "num_stages") if name in launch.meta}
+    options = {name: launch.meta[name] for name in _OPTIONS if name in launch.meta}
     return triton.compile(_source(launch), target=GPUTarget("cuda", capability, 32), options=options)
 
 

@@ -1,4 +1,4 @@
-"""``python -m pagedkv_ops._triton.compile_report``: what the assembler makes of every kernel, without a device.
+"""``python -m tools.compile_report``: what the assembler makes of every kernel, without a device.
 
 Prints a table and exits with 1 where a kernel spills registers, exceeds shared memory, or lacks the tensor-core
 instructions or 128-bit accesses that it needs. ``--write FILE`` keeps the table, ``--only TEXT`` takes some rows.
@@ -19,10 +19,11 @@ import torch
 import triton
 from torch import Tensor
 
-from . import attention, blocks, config, gathering, states, writing
-from .launch import Launch, recording
+from pagedkv_ops._triton import attention, blocks, config, gathering, states, writing
+from pagedkv_ops._triton.launch import Launch, recording
+from pagedkv_ops._triton.tuned import TABLE
+
 from .offline import Report, compile_launch, inspect
-from .tuned import TABLE
 
 
 class Target(NamedTuple):
@@ -50,11 +51,18 @@ def _caches(dtype: torch.dtype, head_size: int, num_kv_heads: int = 8) -> list[T
 
 
 def _attend(
-    kind: str, dtype: torch.dtype, head_size: int, rich: bool, num_splits: int = 0, window_left: int = -1
+    kind: str,
+    dtype: torch.dtype,
+    head_size: int,
+    rich: bool,
+    num_splits: int = 0,
+    window_left: int = -1,
+    far: bool = False,
 ) -> None:
     """Decode of 64 sequences, which "append" writes too, or a prefill of four.
 
-    ``rich`` has the options and as many query rows as fit a tile.
+    ``rich`` has the options and as many query rows as fit a tile; ``far`` strides that need 64 bits, and a softcap that
+    needs its series.
     """
     batch, num_tokens = (4, 8192) if kind == "prefill" else (64, 64)
     heads, num_kv_heads = (64, 1) if rich and kind != "prefill" else (32, 8)
@@ -63,11 +71,14 @@ def _attend(
         new = [_meta(num_tokens, num_kv_heads, head_size, dtype=dtype) for _ in range(2)]
         options["new"] = (*new, _meta(num_tokens, dtype=torch.int64))
     if rich:
-        options |= {"softcap": 30.0, "alibi_slopes": _meta(heads), "sinks": _meta(heads)}
+        options |= {"softcap": 300.0 if far else 30.0, "alibi_slopes": _meta(heads), "sinks": _meta(heads)}
         num_splits = num_splits or 4
+    caches = _caches(dtype, head_size, num_kv_heads)
+    if far:
+        caches = [cache.as_strided(cache.shape, (2**32, 2**28, head_size, 1)) for cache in caches]
     attention._attend(
         _meta(num_tokens, heads, head_size, dtype=dtype),
-        *_caches(dtype, head_size, num_kv_heads),
+        *caches,
         _meta(batch, 512, dtype=torch.int32),
         _meta(batch, dtype=torch.int32),
         _meta(batch + 1, dtype=torch.int32) if kind == "prefill" or (rich and kind == "decode") else None,
@@ -117,6 +128,8 @@ def cases(arch: str) -> dict[str, tuple[Callable[[], None], int]]:
             rows[name] = partial(_attend, kind, torch.bfloat16, 128, False, 1), 0
         name = f"attention {kind} bfloat16 D=128{_RICH} window"
         rows[name] = partial(_attend, kind, torch.bfloat16, 128, True, window_left=1000), 0
+    name = f"attention decode bfloat16 D=128{_RICH} far"
+    rows[name] = partial(_attend, "decode", torch.bfloat16, 128, True, far=True), 0
     rows["attention decode bfloat16 D=576"] = partial(_attend, "decode", torch.bfloat16, 576, False), 0
     rows["combine bfloat16 D=128"] = partial(_attend, "decode", torch.bfloat16, 128, False), 1
     rows["write_kv bfloat16"] = partial(_write, torch.bfloat16), 0
@@ -152,7 +165,7 @@ def problems(arch: str, name: str, launch: Launch, report: Report) -> list[str]:
     if report.shared_bytes > target.shared_bytes:
         found.append(f"shared memory: {report.shared_bytes} bytes of {target.shared_bytes}")
     if name.startswith("attention"):
-        wanted = target.wide_instruction if launch.meta["BLOCK_M"] >= 64 and "float32" not in name else "HMMA"
+        wanted = target.wide_instruction if launch.meta["SPEC"].BLOCK_M >= 64 and "float32" not in name else "HMMA"
         if "float32" not in name and report.tensor_core != wanted:
             found.append(f"tensor-core instruction: {wanted} expected, {report.tensor_core or 'none'} found")
         if not report.async_copies_128:
@@ -168,7 +181,8 @@ def row_of(arch: str, name: str) -> tuple[str, list[str]]:
     """The table's line of one kernel, and its problems."""
     launch = launch_of(arch, name)
     report = inspect(compile_launch(launch, TARGETS[arch].capability))
-    tile = "x".join(str(launch.meta[key]) for key in ("BLOCK_M", "BLOCK_N") if key in launch.meta) or "-"
+    spec = launch.meta.get("SPEC")
+    tile = f"{spec.BLOCK_M}x{spec.BLOCK_N}" if spec else "-"
     cells = [arch, name, tile, launch.meta["num_warps"], launch.meta.get("num_stages", "-"), report.registers]
     cells += [report.shared_bytes, report.local_memory_instructions, report.stack_bytes]
     cells += [f"{report.tensor_core_instructions} {report.tensor_core}".strip(), report.async_copies_128]

@@ -1,0 +1,106 @@
+"""One step of attention: a tile of query rows meets a tile of keys. Online softmax in base 2 (arXiv:1805.02867)."""
+
+import triton
+import triton.language as tl
+
+from .append_kernel import rows_of_writers, writers
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def convert(x, DTYPE: tl.constexpr):
+    if x.dtype != DTYPE:
+        x = x.to(tl.float32).to(DTYPE)
+    return x
+
+
+@triton.jit
+def _visible(key_position, position, in_range, windows, SPEC: tl.constexpr):
+    """[BLOCK_M, BLOCK_N]: the keys that each query row sees."""
+    visible = in_range[None, :]
+    if SPEC.CAUSAL:
+        visible &= key_position[None, :] <= position[:, None]
+    elif SPEC.WINDOW_RIGHT:
+        visible &= key_position[None, :] <= position[:, None] + windows[1]
+    if SPEC.WINDOW_LEFT:
+        visible &= key_position[None, :] >= position[:, None] - windows[0]
+    return visible
+
+
+@triton.jit
+def _capped(logits, softcap, SERIES: tl.constexpr):
+    """softcap * tanh(logits) in base 2, as tanh(x) = 1 - 2 / (1 + exp(2 x)): saturates without NaN.
+
+    Near 0 that loses 1e-7, which a large softcap multiplies: there four terms of the series are exact.
+    """
+    tanh = 1.0 - 2.0 / (1.0 + tl.exp2(logits * (2 * LOG2E)))
+    if SERIES:
+        square = logits * logits
+        series = logits * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315))))
+        tanh = tl.where(square < 0.04, series, tanh)
+    return softcap * tanh
+
+
+@triton.jit
+def _online_softmax(logits, highest_logit, denominator):
+    """The tile's weights, the factor on what was summed before, and the new maximum and denominator."""
+    new_highest = tl.maximum(highest_logit, tl.max(logits, 1))
+    # rows that saw nothing yet: -inf - -inf would be NaN
+    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weights = tl.exp2(logits - base[:, None])
+    decay = tl.exp2(highest_logit - base)
+    return weights, decay, new_highest, denominator * decay + tl.sum(weights, 1)
+
+
+@triton.jit
+def attend_tile(
+    start,  # position of the first key
+    lowest,  # visible keys: the first, and their end
+    stop,
+    state,  # ([BLOCK_M, BLOCK_DV] sum, [BLOCK_M] highest logit, [BLOCK_M] denominator) of the tiles before
+    rows,  # ([BLOCK_M, BLOCK_D] queries, [BLOCK_M] their positions, [BLOCK_M] their ALiBi slopes)
+    cache,  # (this head's keys, strides of block and slot, its values, strides of block and slot)
+    table,  # (this sequence's row of the block table, stride of a column, number of blocks)
+    new,
+    num_slots,
+    kv_head,
+    windows,
+    scales,
+    MASKED: tl.constexpr,  # some row may not see some key
+    APPENDED: tl.constexpr,  # some key may be one that this launch writes
+    SPEC: tl.constexpr,
+):
+    """The state with the tile's keys."""
+    d_range = tl.arange(0, SPEC.BLOCK_D)
+    dv_range = tl.arange(0, SPEC.BLOCK_DV)
+    key_position = start + tl.arange(0, SPEC.BLOCK_N)
+    in_range = (key_position >= lowest) & (key_position < stop)
+    block_ptr = table[0] + (key_position // SPEC.BLOCK_SIZE).to(SPEC.OFFSETS) * table[1]
+    if MASKED:
+        block = tl.load(block_ptr, in_range, other=-1)
+    else:
+        block = tl.load(block_ptr)
+    readable = (block >= 0) & (block < table[2])
+    block = block.to(tl.int64)
+    slot = (key_position % SPEC.BLOCK_SIZE).to(SPEC.OFFSETS)
+    key_rows = cache[0] + (block * cache[1] + slot * cache[2])
+    value_rows = cache[3] + (block * cache[4] + slot * cache[5])
+    if APPENDED:  # never read what another program may be writing
+        writer = writers(new.slots_ptr, num_slots, block * SPEC.BLOCK_SIZE + slot)
+        key_rows, value_rows = rows_of_writers(new, writer, kv_head, key_rows, value_rows)
+    key_mask = readable[None, :] & (d_range < SPEC.D)[:, None]
+    key = convert(tl.load(key_rows[None, :] + d_range[:, None], key_mask, other=0.0), SPEC.COMPUTE)
+    logits = tl.dot(rows[0], key, input_precision="tf32x3") * scales[0]
+    if SPEC.SOFTCAP:
+        logits = _capped(logits, scales[1], SPEC.SERIES)
+    if SPEC.ALIBI:
+        logits += rows[2][:, None] * (key_position[None, :] - rows[1][:, None]).to(tl.float32)
+    if MASKED:
+        logits = tl.where(_visible(key_position, rows[1], in_range, windows, SPEC), logits, float("-inf"))
+    weights, decay, highest_logit, denominator = _online_softmax(logits, state[1], state[2])
+    value_mask = readable[:, None] & (dv_range < SPEC.DV)[None, :]
+    value = convert(tl.load(value_rows[:, None] + dv_range[None, :], value_mask, other=0.0), SPEC.COMPUTE)
+    acc = tl.dot(convert(weights, SPEC.COMPUTE), value, state[0] * decay[:, None], input_precision="tf32x3")
+    return acc, highest_logit, denominator

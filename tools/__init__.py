@@ -1,0 +1,1 @@
+"""What developers of pagedkv run on its source; not part of the package."""
