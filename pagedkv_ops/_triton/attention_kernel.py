@@ -202,7 +202,6 @@ def attention_kernel(
         return
     seq_len = tl.load(seq_lens_ptr + b, mask=b < batch, other=0)
     seq_len = tl.minimum(tl.maximum(seq_len, 0), capacity).to(tl.int32)
-
     m_range = tl.arange(0, SPEC.BLOCK_M)
     token = first_token + m_range // SPEC.TILE_HEADS
     kv_head, head_tile = tl.program_id(1) // SPEC.HEAD_TILES, tl.program_id(1) % SPEC.HEAD_TILES
@@ -216,7 +215,6 @@ def attention_kernel(
     key_range = _key_range(start + first_token, start + last_token, seq_len, split, num_splits, windows, SPEC)
     rows = _load_rows(query, row, head, row_mask, start + token, alibi_ptr, SPEC)
     state = _first_state(sinks_ptr, head, tl.where((split == 0) & (b < batch), row_mask, False), SPEC)
-
     keys = (key.ptr + kv_head.to(tl.int64) * key.stride_head, key.stride_block, key.stride_slot)
     values = (value.ptr + kv_head.to(tl.int64) * value.stride_head, value.stride_block, value.stride_slot)
     table = (table.ptr + b.to(tl.int64) * table_stride_row, table.stride_column, num_blocks)
