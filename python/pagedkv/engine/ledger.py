@@ -147,11 +147,11 @@ class Ledger:
     def _advance(self) -> None:
         with torch.inference_mode():
             decisions = self.stepper.decide()
-        counts = {
-            "generated": self.counts["generated"] + sum(len(decision.tokens) for decision in decisions),
-            "draft": self.counts["draft"] + sum(decision.num_drafted for decision in decisions),
-            "accepted": self.counts["accepted"] + sum(decision.num_accepted for decision in decisions),
-        }
+        counts = self.counts | {"generated": self.counts["generated"] + sum([len(d.tokens) for d in decisions])}
+        for decision in decisions:
+            if decision.num_drafted:
+                counts["draft"] += decision.num_drafted
+                counts["accepted"] += decision.num_accepted
         self._decided = decisions, counts  # from here on the step stands
         self._record()
         self.stepper.confirm(decisions)
@@ -173,7 +173,7 @@ class Ledger:
                     sample.first_token = time.monotonic()
             if decision.reason is None:
                 sample.told = len(sample.tokens), False
-                self.outbox.note(sample, decision.start)
+                self.outbox.note(sample, decision.start, False)
             else:
                 self._end(sample, decision.reason, decision.error, decision.start)
         self.counts = counts
@@ -182,7 +182,7 @@ class Ledger:
     def _end(self, sample: Sample, reason: str, error: str | None = None, start: int | None = None) -> None:
         """Lets a sample end, unless it has. Can be repeated."""
         if sample.finish_reason is None:
-            self.outbox.note(sample, len(sample.tokens) if start is None else start)
+            self.outbox.note(sample, len(sample.tokens) if start is None else start, True)
             self._ended[sample] = None
             sample.finish_reason, sample.error, sample.told = reason, error, (len(sample.tokens), True)
 

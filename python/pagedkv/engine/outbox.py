@@ -45,9 +45,10 @@ class Outbox:
         self._requests = requests
         self._fail = fail
 
-    def note(self, sample: Sample, start: int) -> None:
-        """A sample has ended, or has tokens from `start` on. Can be repeated."""
-        self.due[sample] = None
+    def note(self, sample: Sample, start: int, is_ended: bool) -> None:
+        """A sample has tokens from `start` on, or has ended. Can be repeated."""
+        if is_ended or sample.request.streamer is not None:
+            self.due[sample] = None
         if not sample.request.is_followed:
             self.news.setdefault(sample, start)
 

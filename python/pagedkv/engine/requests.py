@@ -76,6 +76,7 @@ class Sample:
     generator: torch.Generator
     told: tuple[int, bool] = field(init=False)
     num_put: int = field(init=False)
+    settings: Settings = field(init=False)
     random_state: torch.Tensor | None = None
     num_forks: int = 0
     num_computed: int = 0
@@ -91,6 +92,7 @@ class Sample:
     error: str | None = None
 
     def __post_init__(self) -> None:
+        self.settings = self.request.settings
         self.num_put = len(self.tokens)
         self.told = len(self.tokens), False
 
@@ -100,10 +102,6 @@ class Sample:
             self.generator.manual_seed(self.generator.initial_seed())
         else:
             self.generator.set_state(self.random_state)
-
-    @property
-    def settings(self) -> Settings:
-        return self.request.settings
 
     @property
     def priority(self) -> Any:

@@ -89,7 +89,11 @@ def draw(decisions: Seq[Decision], logits: Tensor) -> None:
         elif token == _NO_TOKEN:
             decision.error = "no token is left to sample after the logits processors"
         elif decision.error is None:
-            _take(decision, token, logits[row])
+            count = decision.sample.settings.logprobs
+            if count is None:
+                decision.tokens.append(token)
+            else:
+                _take(decision, token, logits[row], count)
 
 
 def _argmax(logits: Tensor) -> Tensor:
@@ -119,16 +123,14 @@ def _pick(decisions: list[Decision], logits: Tensor) -> list[int]:
     return picked
 
 
-def _take(decision: Decision, token: int, logits: Tensor) -> None:
+def _take(decision: Decision, token: int, logits: Tensor, count: int) -> None:
     """Takes a token, with the log-probabilities under the model's own logits: its own and the likeliest ones."""
-    count = decision.sample.settings.logprobs
-    if count is not None:
-        try:
-            values = logits.log_softmax(-1)
-            top = values.topk(count)
-        except Exception as error:
-            decision.error = describe(error)
-            return
-        decision.logprobs.append(dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
-        decision.logprobs[-1][token] = float(values[token])
+    try:
+        values = logits.log_softmax(-1)
+        top = values.topk(count)
+    except Exception as error:
+        decision.error = describe(error)
+        return
+    decision.logprobs.append(dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+    decision.logprobs[-1][token] = float(values[token])
     decision.tokens.append(token)

@@ -36,7 +36,8 @@ class Stepper:
     def decide(self) -> list[Decision]:
         """One step. Calls logits processors and stopping criteria; what they raise ends their request alone."""
         scheduler = self.scheduler
-        failed = [decision for seq in scheduler.running if (decision := self._draft(seq)) is not None]
+        drafting = [seq for seq in scheduler.running if seq.is_pending and seq.settings.lookup is not None]
+        failed = [decision for seq in drafting if (decision := self._draft(seq)) is not None]
         if not scheduler.schedule():
             stuck = scheduler.waiting[0].request.samples if scheduler.waiting else []
             text = "its blocks could not be granted in an empty pool"
@@ -95,8 +96,6 @@ class Stepper:
 
     def _draft(self, seq: Sample) -> Decision | None:
         """Gives a sample its draft; a decision where that fails."""
-        if not seq.is_pending or seq.settings.lookup is None:
-            return None
         try:
             seq.draft = seq.settings.draft(seq.tokens)
         except Exception as error:  # of this request alone
@@ -120,7 +119,7 @@ class Stepper:
             if seq.draft:
                 drafted.append(self._verify(seq, logits[row : row + 1 + len(seq.draft)]))
                 continue
-            for each in (seq, *self._fork(seq)):
+            for each in (seq, *self._fork(seq)) if seq.num_forks else (seq,):
                 plain.append(Decision(each, len(each.tokens)))
                 rows.append(row)
         if plain:
@@ -129,8 +128,6 @@ class Stepper:
 
     def _fork(self, seq: Sample) -> list[Sample]:
         """The other samples of a request whose prompt is computed now."""
-        if not seq.num_forks:
-            return []
         children = [child for child in seq.request.samples[1:] if child.finish_reason is None]
         for child in children:
             self.scheduler.fork(seq, child)
