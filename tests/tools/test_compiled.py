@@ -23,12 +23,6 @@ ROOT = Path(__file__).parents[2]
 REPORT = ROOT / "benchmarks" / "triton_compile_report.md"
 ROWS = [(arch, name) for arch in compile_report.TARGETS for name in compile_report.cases(arch)]
 
-# of registers; the other tiles, warps and stages that were tried spill in the append of the same options
-KNOWN = {
-    ("sm_100", name): [f"sm_100 {name}: spills: 24 bytes, 10 instructions"]
-    for name in ["attention decode bfloat16 D=128 softcap alibi sinks lse splits window"]
-}
-
 
 def checked_in_rows() -> dict[tuple[str, str], str]:
     rows = (line for line in REPORT.read_text().splitlines() if line.startswith(("| sm_", "| small")))
@@ -38,7 +32,7 @@ def checked_in_rows() -> dict[tuple[str, str], str]:
 @pytest.mark.parametrize(("arch", "name"), ROWS)
 def test_compiles_without_problems_into_what_the_table_says(compiler: Kernels, arch: str, name: str) -> None:
     row, problems = compiler.run(compile_report.row_of, arch, name)
-    assert problems == KNOWN.get((arch, name), [])
+    assert not problems
     if f"by Triton {triton.__version__}:" in REPORT.read_text():  # another assembler may well use other registers
         assert row == checked_in_rows().get((arch, name)), (
             f"the table is out of date: python -m tools.compile_report --write {REPORT.name}"

@@ -136,13 +136,22 @@ class _Attention:
         patch, turn = self._patch, self._patch._turn
         turn.lock.acquire()  # the buffers of a decode step and the pool serve one call at a time: threads take turns
         turn.depth += 1
-        if turn.depth == 1:
-            patch._switch([attention.NAME] * len(patch.configs))
+        try:
+            if turn.depth == 1:
+                patch._switch([attention.NAME] * len(patch.configs))
+        except BaseException:  # an interrupt: no exit follows
+            self._leave()
+            raise
 
     @untraced
     def __exit__(self, *exc: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
         patch, turn = self._patch, self._patch._turn
-        turn.depth -= 1
-        if turn.depth == 0:
-            patch._switch(patch.implementations)
-        turn.lock.release()
+        try:
+            if turn.depth == 1:
+                patch._switch(patch.implementations)
+        finally:
+            turn.depth -= 1
+            turn.lock.release()
