@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -41,11 +43,32 @@ def write(wrapper):
         wrapper.get_base_model().model.layers[0].self_attn.k_proj.base_layer.weight.mul_(-1.5)
 
 
+def replace_weight(wrapper):
+    projection = wrapper.get_base_model().model.layers[0].self_attn.k_proj.base_layer
+    projection.weight = torch.nn.Parameter(-1.5 * projection.weight.detach(), requires_grad=False)
+
+
+def replace_module(wrapper):
+    layers = wrapper.get_base_model().model.layers
+    layers[0] = copy.deepcopy(layers[0])
+    with torch.no_grad():
+        layers[0].self_attn.k_proj.base_layer.weight.mul_(-1.5)
+
+
+def add_and_set(wrapper):
+    wrapper.add_adapter("three", wrapper.peft_config["one"])
+    wrapper.eval()
+    wrapper.set_adapter("three")
+
+
 CHANGES = {
     "adapter": (lambda wrapper: wrapper.set_adapter("two"), "adapters"),
     "scale": (lambda wrapper: set_scale(wrapper, 0.1), "scaling"),
     "merge": (lambda wrapper: wrapper.merge_adapter(), "merged adapters"),
     "weight": (write, "weights"),
+    "replaced weight": (replace_weight, "weights"),
+    "replaced module": (replace_module, "weights"),
+    "new adapter": (add_and_set, "adapters"),
     "hot-swap": (swap_data, "values"),
     "attribute": (
         lambda wrapper: setattr(wrapper.get_base_model().model.layers[0].self_attn, "scaling", 1.0),

@@ -91,6 +91,64 @@ def test_changed_model(change):
     assert_identity(lambda: tiny("llama"), CHANGES[change])
 
 
+class Controlled(torch.nn.Module):
+    """A module of a user's own, with plain attributes that its forward reads."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.control, self.parts = inner, torch.zeros(64), [torch.zeros(64)]
+
+    def forward(self, hidden):
+        return self.inner(hidden) + self.control + self.parts[0]
+
+
+class Gained(torch.nn.Linear):
+    gain = 1.0
+
+    def forward(self, hidden):
+        return super().forward(hidden) * self.gain
+
+
+def controlled():
+    model = tiny("llama")
+    layer = model.model.layers[0]
+    layer.mlp = Controlled(layer.mlp)
+    layer.self_attn.k_proj.__class__ = Gained
+    return model
+
+
+OWN = {
+    "attribute replaced": lambda model: setattr(model.model.layers[0].mlp, "control", torch.linspace(-9, 9, 64)),
+    "attribute written": lambda model: model.model.layers[0].mlp.control.add_(torch.linspace(-9, 9, 64)),
+    "in a list": lambda model: model.model.layers[0].mlp.parts.__setitem__(0, torch.linspace(-9, 9, 64)),
+    "number of a Linear": lambda model: setattr(model.model.layers[0].self_attn.k_proj, "gain", -3.0),
+    "class": lambda model: setattr(model.model.layers[0].mlp, "__class__", type("Less", (Negative,), {})),
+}
+
+
+class Negative(Controlled):
+    def forward(self, hidden):
+        return -4 * super().forward(hidden)
+
+
+@pytest.mark.parametrize("change", OWN)
+def test_changed_modules_of_ones_own(change):
+    assert_identity(controlled, OWN[change])
+
+
+def test_a_replaced_forward_of_a_class_finds_nothing(monkeypatch):
+    model = patch(tiny("llama"))
+    before = generate(model)
+    kind = type(model.model.layers[0].mlp)
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, hidden: -4 * forward(self, hidden))
+    computed = Computed(model)
+    after = generate(model)
+    assert computed.take()[0] == 41
+    assert torch.equal(after, generate(tiny("llama")))
+    assert not torch.equal(after, before)
+
+
 def merge(model):
     model.merge_adapter()
 

@@ -51,7 +51,9 @@ def test_a_probe_sees_every_row(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["hook", "pre-hook", "pre-hook with kwargs", "global hook", "forward", "module"])
+@pytest.mark.parametrize(
+    "kind", ["hook", "pre-hook", "pre-hook with kwargs", "global hook", "forward", "module", "class"]
+)
 def test_each_row_has_its_vector(mode, kind):
     """Steering: an offset per row, masked to the row's real tokens where the mask has the columns."""
     inputs, count = rows_of(mode)
@@ -80,8 +82,13 @@ def test_each_row_has_its_vector(mode, kind):
         elif kind == "forward":
             forward = layer.mlp.forward
             layer.mlp.forward = lambda hidden: steer(forward(hidden))
-        else:
+        elif kind == "module":
             layer.mlp = Steered(layer.mlp, steer)
+        else:
+            own = type(layer.mlp)
+            layer.mlp.__class__ = type(
+                "Own", (own,), {"forward": lambda self, hidden: steer(own.forward(self, hidden))}
+            )
         return None
 
     plain = generate(model, inputs, **MODES[mode])

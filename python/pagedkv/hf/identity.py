@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 from operator import attrgetter, is_
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,15 +21,16 @@ from ..tensor_parallel import local_tensor
 _OWN_HOOKS = ("torch.distributed.", "transformers.")
 _OWN_MODULES = {"torch", "transformers", "transformers_modules", "peft", "torchao", "bitsandbytes", "kernels"}
 _PLAIN = {int, float, bool, str}
+_REGISTERED = torch.nn.Module().__dict__.keys() - {"training"}  # submodules, parameters, hooks: looked at on their own
 # of these the attributes are sizes
-_SIZED = (torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Identity)
+_SIZED = {torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Identity}
 _RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLES = 64  # elements of a weight that the checksum reads
 _WHOLE_BYTES = 1 << 25  # of adapters that the checksum reads whole
 
 _WORDS = {
-    "tensors": "weights or buffers that were replaced",
+    "tensors": "weights, buffers, modules or forwards of classes that were replaced",
     "writes": "weights or buffers that were written",
     "adapters": "active, disabled or merged adapters",
     "scaling": "scaling of adapters",
@@ -85,17 +87,17 @@ class ModelWatch:
         self._plain: list[Any] = []
         self._digest = b""
         self._volatile: set[str] = set()
-        self._state: tuple[Any, ...]
         self._written: tuple[list[int], list[int]]
         self._survey()
-        self._first = [dict(_plain_items(state)) for state in self._attributes]
+        self._state: tuple[Any, ...] = self._read_state()
+        self._first = self._read_attributes()
         self._current = self._identity(self._checksum(), self._digest_attributes())
         self._inspected = self._state[:2]
 
     def learn(self) -> None:
         """Leave out attributes that a forward has changed by itself since this object was made."""
-        for before, state in zip(self._first, self._attributes, strict=False):
-            self._volatile.update(name for name, value in before.items() if state.get(name) != value)
+        for before, now in zip(self._first, self._read_attributes(), strict=False):
+            self._volatile.update(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
         self._first = []
 
     def clear(self) -> None:
@@ -108,7 +110,7 @@ class ModelWatch:
         0.1 ms for the 272 tensors and 397 modules of SmolLM2-135M, 0.9 ms with adapters on its 210 linear layers.
         """
         members = self._read_members()
-        if len(members) != len(self._members) or not all(map(is_, members, self._members)):
+        if not _are_same(members, self._members) or not _are_same(self._read_code(), self._code):
             self._replaced += 1
             self._survey()
         elif (written := self._read_written()) != self._written:
@@ -144,7 +146,9 @@ class ModelWatch:
         if self.look().hooks or self._read_private():
             return _WORDS["hooks"]
         config = getattr(self._model, "config", None)
-        return self._foreign or next((name for name in _RECORDED if getattr(config, name, False)), None)
+        given = (value for module in self._modules for value in module.__dict__.values() if type(value) is FunctionType)
+        function = next((value.__qualname__ for value in given if not _is_known(value)), None)
+        return self._foreign or function or next((name for name in _RECORDED if getattr(config, name, False)), None)
 
     def _survey(self) -> None:
         """Make the lists anew, for a model whose modules, parameters or buffers are others."""
@@ -164,11 +168,14 @@ class ModelWatch:
         self._adapter_states = [layer.__dict__ for layer in self._adapters]
         self._hook_dicts = [d for m in self._modules for d in (m._forward_hooks, m._forward_pre_hooks)]
         self._hook_dicts += [global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks]
-        self._attributes = [m.__dict__ for m in self._modules if not isinstance(m, _SIZED)]
+        # attributes of each module, and whether they may hold tensors that its forward uses
+        self._attributes = [(m.__dict__, not _is_known(type(m))) for m in self._modules if type(m) not in _SIZED]
+        self._kinds: list[Any] = list(dict.fromkeys(map(type, self._modules)))
+        self._code = self._read_code()
         self._droppers = [m for m in self._modules if any(map(_is_rate, m.__dict__.items()))]
-        self._foreign = next((type(m).__name__ for m in self._modules if not _is_known(type(m))), None)
+        strange = (kind for kind in self._kinds if not (_is_known(kind) and _is_known(kind.forward)))
+        self._foreign = next((kind.__name__ for kind in strange), None)
         self._samples: list[Tensor] | None = None
-        self._state = self._read_state()
 
     def _identity(self, values: int, digest: bytes) -> Identity:
         replaced, writes, (adapters, scaling), hooks = self._state
@@ -181,6 +188,10 @@ class ModelWatch:
     def _read_members(self) -> list[Any]:
         values: Any = dict.values
         return [*chain.from_iterable(map(values, self._dicts))]
+
+    def _read_code(self) -> list[Any]:
+        """Classes of modules, but for the model's own, which patch exchanges, and their forwards."""
+        return [*map(type, self._modules[1:]), *(kind.forward for kind in self._kinds)]
 
     def _read_written(self) -> tuple[list[int], list[int]]:
         return [*map(Tensor.data_ptr, self._tensors)], [*map(attrgetter("_version"), self._counted)]
@@ -204,11 +215,19 @@ class ModelWatch:
 
     def _read_private(self) -> tuple[Any, ...]:
         """Forwards that were replaced on instances, and dropout where it is on."""
-        forwards = [m.__dict__["forward"] for m in self._modules if "forward" in m.__dict__ and not _is_its_class_s(m)]
+        forwards = [
+            m.__dict__["forward"] for m in self._modules if "forward" in m.__dict__ and not _is_class_forward(m)
+        ]
         return (*forwards, *(["dropout"] if any(m.training for m in self._droppers) else []))
 
+    def _read_attributes(self) -> list[dict[str, Any]]:
+        return [_described(state) if is_foreign else _plain_items(state) for state, is_foreign in self._attributes]
+
     def _digest_attributes(self) -> bytes:
-        plain = [item for state in self._attributes for item in _plain_items(state) if item[0] not in self._volatile]
+        volatile = self._volatile
+        plain: list[Any] = [
+            item for state in self._read_attributes() for item in state.items() if item[0] not in volatile
+        ]
         config: Any = getattr(self._model, "config", None)
         plain.append(("config", repr(config.to_dict()) if hasattr(config, "to_dict") else None))
         if plain != self._plain:
@@ -261,8 +280,27 @@ def _bits(tensor: Tensor) -> Tensor | None:
     return flat.view(_INTEGERS[tensor.element_size()]) if tensor.element_size() in _INTEGERS else None
 
 
-def _plain_items(state: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [item for item in state.items() if type(item[1]) in _PLAIN]
+def _are_same(new: list[Any], old: list[Any]) -> bool:
+    return len(new) == len(old) and all(map(is_, new, old))
+
+
+def _plain_items(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if type(value) in _PLAIN}
+
+
+def _described(value: Any, depth: int = 3) -> Any:
+    """Plain values, and tensors by address and writes, also in lists and dicts of a module that is not of a library."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        return value.data_ptr(), value.shape, 0 if value.is_inference() else value._version
+    if callable(value) or not depth:
+        return id(value)
+    if isinstance(value, dict):
+        return {name: _described(item, depth - 1) for name, item in value.items() if name not in _REGISTERED}
+    if isinstance(value, list | tuple):
+        return [_described(item, depth - 1) for item in value]
+    return type(value).__name__
 
 
 def _digest(value: Any) -> bytes:
@@ -284,12 +322,12 @@ def _is_own(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(_OWN_HOOKS)
 
 
-def _is_its_class_s(module: torch.nn.Module) -> bool:
+def _is_class_forward(module: torch.nn.Module) -> bool:
     """A forward kept on the instance that is the class's own, or that compiled."""
     forward = module.__dict__["forward"]
     forward = getattr(forward, "_torchdynamo_orig_callable", forward)
     return getattr(forward, "__func__", None) is type(module).forward
 
 
-def _is_known(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in _OWN_MODULES
+def _is_known(code: Any) -> bool:
+    return str(code.__module__).partition(".")[0] in _OWN_MODULES
