@@ -1,267 +1,267 @@
-"""A step is a transaction: whatever is raised, wherever, no request loses a token, its random stream or its result.
+"""What an interrupt, a cancelled consumer or a broken tokenizer leaves behind: the cases that users have met."""
 
-The trace function of Python raises at the lines of the package, one run for each place. What comes out is compared with
-a run that nothing disturbed.
-"""
-
-import linecache
-import sys
-from collections import Counter
-from itertools import cycle
-from pathlib import Path
+import asyncio
+import contextlib
+import threading
 
 import pytest
 import torch
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
-import pagedkv
 from pagedkv.errors import InvalidArgumentError
 
-from .oracle import prompts
-
-ROOT = str(Path(pagedkv.__file__).parent)
-CONSUMERS = {"engine/engine.py", "engine/ledger.py", "engine/outbox.py", "engine/streams.py"}
-STEP = CONSUMERS | {"engine/stepping.py", "engine/scheduler.py", "engine/sampling.py"}
-# functions that must be among the places
-MUST_RAISE = {
-    "_steps": {
-        "engine/engine.py": {"add_request", "step"},
-        "engine/ledger.py": {"start", "_queue", "step", "change", "_advance", "_record", "_end", "_settle", "deliver"},
-        "engine/stepping.py": {"decide", "_draft", "_commit", "_sample", "_fork", "_verify", "confirm"},
-        "engine/scheduler.py": {"add", "fork", "remove", "schedule", "_prefill", "_admit", "_preempt", "_leave_row"},
-        "engine/sampling.py": {"draw", "_pick", "_take", "stop"},
-        "engine/outbox.py": {"note", "take", "deliver", "_put", "_finish", "_decode"},
-        "engine/runner.py": {"run"},
-    },
-    "_consumers": {
-        "engine/engine.py": {"generate", "_run", "stream", "results"},
-        "engine/ledger.py": {"leave", "end_all", "step_unless"},
-        "engine/streams.py": {"add", "read", "_read"},
-    },
-}
+from .conftest import build_llama
+from .oracle import assert_native, native, prompts
 
 
-class OnPurpose(Exception):
-    """What no library raises."""
+class _Interrupts(BaseStreamer):
+    """Raises at one of the tokens."""
 
-
-class _Same(LogitsProcessor, StoppingCriteria):
-    """Changes nothing, ends nothing."""
-
-    def __call__(self, input_ids, scores):
-        return torch.zeros(len(input_ids), dtype=torch.bool) if scores is None else scores
-
-
-class _Keeps(BaseStreamer):
-    def __init__(self):
-        self.values = []
+    def __init__(self, at):
+        self.left = at + 1  # the prompt is the first
 
     def put(self, value):
-        self.values += value.flatten().tolist()
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
 
     def end(self): ...
 
 
-class _Words:
-    """A tokenizer of numbers."""
+class _Numbers:
+    """A tokenizer whose decode raises when its turn comes."""
+
+    def __init__(self, fails_at=()):
+        self.calls, self.fails_at = 0, fails_at
 
     def __call__(self, text):
         return {"input_ids": [int(word) for word in text.split()]}
 
     def decode(self, ids, skip_special_tokens):
+        self.calls += 1
+        if self.calls in self.fails_at:
+            raise ValueError("on purpose")
         return " ".join(map(str, ids))
 
 
-class _Lines:
-    """Counts the lines of the package that run."""
-
-    def __init__(self):
-        self.counts = Counter()
-        self.names = {}
-
-    def __call__(self, frame, event, argument):
-        return self._line if frame.f_code.co_filename.startswith(ROOT) else None
-
-    def _line(self, frame, event, argument):
-        if event == "line":
-            place = frame.f_code.co_filename[len(ROOT) + 1 :], frame.f_lineno
-            self.counts[place] += 1
-            self.names[place] = frame.f_code.co_name
-        return self._line
-
-
-class _Raises:
-    """Raises when a line runs for the n-th time."""
-
-    def __init__(self, file, function, line, count, error):
-        self.file, self.function, self.line, self.count, self.error = f"{ROOT}/{file}", function, line, count, error
-
-    def __call__(self, frame, event, argument):
-        code = frame.f_code
-        return self._line if code.co_name == self.function and code.co_filename == self.file else None
-
-    def _line(self, frame, event, argument):
-        if event == "line" and frame.f_lineno == self.line:
-            self.count -= 1
-            if self.count == 0:
-                sys.settrace(None)
-                raise self.error("on purpose")
-        return self._line
-
-
-def _run(scenario, engine, trace):
-    sys.settrace(trace)
-    try:
-        return scenario(engine)
-    finally:
-        sys.settrace(None)
-        engine.check_integrity()
-        assert engine.is_idle
-        assert engine.manager.num_free_blocks == engine.manager.pool.num_usable
-        assert engine.manager.reset_prefix_cache()
-
-
-class _Memory:
-    """In place of a model: logits that depend on every token whose key lies in the blocks of a row, and round nothing.
-
-    What is computed again after an interrupt is then the same to the bit, and a block that lacks a token shows.
-    """
-
-    def __init__(self, runner):
-        self.keys = runner._state.layers[0].key_cache[:, :, 0, 0].numpy()  # [N, S]
-        self.choices = torch.randn(997, 101, generator=torch.Generator().manual_seed(1))
-
-    def __call__(self, inputs):
-        slots, table, lengths, offsets = (x if x is None else x.tolist() for x in inputs.groups[0])
-        size, ids = self.keys.shape[1], inputs.ids[0].tolist()
-        for slot, token in zip(slots, ids, strict=True):
-            if slot >= 0:
-                self.keys[slot // size, slot % size] = token
-        offsets = offsets or range(len(lengths) + 1)
-        logits = torch.zeros(len(ids), 101)
-        for row, length in enumerate(lengths):
-            seen = [int(self.keys[table[row][at // size], at % size]) for at in range(length)]
-            first = length - (offsets[row + 1] - offsets[row])
-            for at in range(max(0, first), length):
-                logits[offsets[row] + at - first] = self._logits(seen[: at + 1])
-        return logits if inputs.logits_at is None else logits[inputs.logits_at]
-
-    def _logits(self, seen):
-        mixed = 0
-        for token in seen:
-            mixed = (mixed * 31 + token + 7) % 997
-        logits = self.choices[mixed].clone()
-        if mixed % 5 and seen[-1] in seen[:-1]:  # often what followed last time, so that drafts are right
-            logits[seen[len(seen) - 1 - seen[-2::-1].index(seen[-1])]] += 9
-        return logits
-
-
-def _twice(call, engine):
-    """What an interrupted caller does: the same again."""
-    try:
-        return call()
-    except (KeyboardInterrupt, OnPurpose, InvalidArgumentError):  # the last: as what the streamer raises
-        engine.check_integrity()
-        return call()
-
-
-def _steps(engine):
-    """Requests of every kind, served by steps: tokens, reason and text of each, and what was given out on the way."""
-    asked = prompts(4, 9, 14, seed=3)
-    draft = (asked[2][:4] * 4)[:14]
-    streamer = _Keeps()
-    wishes = [
-        (asked[0], {"streamer": streamer, "max_new_tokens": 5}),
-        (asked[1], {"do_sample": True, "num_return_sequences": 2, "seed": 5, "logprobs": 1, "max_new_tokens": 4}),
-        (draft, {"prompt_lookup_num_tokens": 2, "stopping_criteria": [_Same()], "max_new_tokens": 6}),
-        (asked[3], {"do_sample": True, "seed": 1, "logits_processor": [_Same()], "max_new_tokens": 4, "priority": 1}),
-    ]
-    ids = [_twice(lambda: engine.add_request(prompt, **options), engine) for prompt, options in wishes]  # noqa: B023
-    results, told = [], {}
-    while not engine.is_idle:
-        output = _twice(engine.step, engine)
-        results += output.finished
-        for token in output.tokens:
-            told.setdefault((ids.index(token.request_id), token.sample), []).append(token.token_id)
-    found = {(ids.index(r.request_id), r.sample): r for r in results}
-    assert len(found) == len(results) == 5
-    assert told == {key: result.token_ids for key, result in found.items() if result.token_ids}
-    if found[0, 0].error is None:  # an interrupt just before put() is one within it: the token is not put again
-        lost = Counter(asked[0] + found[0, 0].token_ids) - Counter(streamer.values)
-        assert lost.total() <= 1
-    return found
-
-
-def _consumers(engine):
-    """`generate`, `stream` and `results` beside one another; None for a call that was interrupted."""
-    asked = prompts(4, 9, 14, seed=4)
+def _run(engine):
     found = {}
-    added = _twice(lambda: engine.add_request(asked[0], max_new_tokens=12, do_sample=True, seed=2), engine)
-    for name, call in {
-        "generate": lambda: engine.generate(asked[1:3], max_new_tokens=3, do_sample=True, seed=3),
-        "stream": lambda: list(engine.stream(asked[3], max_new_tokens=4)),
-    }.items():
+    while not engine.is_idle:
         try:
-            got = call()
-        except (KeyboardInterrupt, OnPurpose, RuntimeError):
-            continue
-        if name == "stream":
-            assert len(got) == 4
-            found["stream"] = [token.token_id for token in got], "".join(token.text for token in got)
-        else:
-            found |= enumerate(got)
-    found["added"] = _twice(lambda: engine.results(added), engine)[0]
+            found.update({(result.request_id, result.sample): result for result in engine.step().finished})
+        except KeyboardInterrupt:  # noqa: PERF203
+            engine.check_integrity()
     return found
 
 
-def _is_right(got, expected, error):
-    """The same; or, where an exception came between, an error after tokens of the undisturbed run."""
-    if isinstance(got, tuple):
-        return got == expected
-    same = got.token_ids == expected.token_ids, got.finish_reason == expected.finish_reason, got.text == expected.text
-    failed = got.finish_reason == "error" and got.token_ids == expected.token_ids[: len(got.token_ids)]
-    return all(same) or (error is OnPurpose and failed)
+def test_text_that_can_not_be_decoded_fails_one_request(llama, make_engine):
+    engine = make_engine(llama, _Numbers(fails_at={1}))
+    asked = prompts(3, 3, 9)
+    ids = [engine.add_request(prompt, max_new_tokens=3 + index) for index, prompt in enumerate(asked)]
+    found = _run(engine)
+    failed, *rest = (found[request, 0] for request in ids)
+    assert (failed.finish_reason, failed.error) == ("error", "tokenizer.decode(): ValueError: on purpose")
+    assert failed.token_ids == native(llama, asked[0], max_new_tokens=3, do_sample=False)
+    assert [result.text for result in rest] == [" ".join(map(str, result.token_ids)) for result in rest]
+    assert [result.finish_reason for result in rest] == ["length"] * 2
 
 
-def _places(lines, scenario, error):
-    """(file, function, line, n-th time): the first and last time for what a step is, a third of what lies around it."""
-    is_interrupt, every_third = error is KeyboardInterrupt, cycle([True, False, False])
-    for (file, line), count in lines.counts.items():
-        function, middle = lines.names[file, line], count // 2 + 1
-        if linecache.getline(f"{ROOT}/{file}", line).lstrip().startswith("with ") or function == "is_idle":
-            continue  # Python reports `with` again on the way out, where no interrupt can come before __exit__
-        if file in STEP:
-            times = {1, count} if is_interrupt and scenario is _steps else {middle}
-        elif file.startswith("hf/") or scenario is not _steps or not is_interrupt:
-            times = set()  # the model's part: what it computed counts when it is committed
+def test_a_tokenizer_that_fails_in_a_stream_ends_it(llama, make_engine):
+    engine = make_engine(llama, _Numbers(fails_at={3}))
+    other = engine.add_request([4, 5, 6], max_new_tokens=4)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        list(engine.stream([1, 2, 3], max_new_tokens=9))
+    assert engine.results(other)[0].token_ids == native(llama, [4, 5, 6], max_new_tokens=4, do_sample=False)
+
+
+@pytest.mark.parametrize("at", [1, 4, 6])
+@pytest.mark.parametrize("eos", [None, 4])
+def test_an_interrupt_at_a_token_keeps_its_stop_decision(llama, make_engine, at, eos):
+    prompt = next(p for p in prompts(20, 4, 9) if len(set(native(llama, p, max_new_tokens=6, do_sample=False))) == 6)
+    expected = native(llama, prompt, max_new_tokens=6, do_sample=False)
+    options = {} if eos is None else {"eos_token_id": expected[eos - 1]}
+    engine = make_engine(llama)
+    request = engine.add_request(prompt, max_new_tokens=6, streamer=_Interrupts(min(at, eos or at)), **options)
+    result = _run(engine)[request, 0]
+    assert result.token_ids == expected[:eos]
+    assert result.finish_reason == ("eos" if eos else "length")
+
+
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_an_interrupt_leaves_the_random_streams_of_others(llama, make_engine, at):
+    sampled = {"do_sample": True, "max_new_tokens": 8, "seed": 3}
+    expected = make_engine(llama).generate([[4, 5, 6]], **sampled)[0].token_ids
+    engine = make_engine(llama)
+    first = engine.add_request([1, 2, 3], max_new_tokens=5, streamer=_Interrupts(at), do_sample=True, seed=9)
+    second = engine.add_request([4, 5, 6], **sampled)
+    found = _run(engine)
+    assert found[second, 0].token_ids == expected
+    assert len(found[first, 0].token_ids) == 5
+
+
+def test_an_interrupt_in_a_processor_takes_back_every_random_number_of_the_step(llama, make_engine):
+    sampled = {"do_sample": True, "max_new_tokens": 6, "num_return_sequences": 3, "seed": 3}
+    expected = make_engine(llama).generate([[4, 5, 6]], **sampled)
+
+    class Interrupts(LogitsProcessor):
+        calls = 0
+
+        def __call__(self, input_ids, scores):
+            self.calls += 1
+            if self.calls in (1, 3, 6):
+                raise KeyboardInterrupt
+            return scores
+
+    engine = make_engine(llama)
+    request = engine.add_request([4, 5, 6], **sampled)
+    engine.add_request([1, 2, 3], max_new_tokens=6, logits_processor=[Interrupts()])
+    found = _run(engine)
+    assert [found[request, i].token_ids for i in range(3)] == [result.token_ids for result in expected]
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_a_task_cancelled_while_astream_adds_its_request_leaves_none(llama, make_engine, monkeypatch, is_started):
+    engine = make_engine(llama)
+    start, arrived = engine._ledger.start, threading.Event()
+    monkeypatch.setattr(engine._ledger, "start", lambda requests: (arrived.set(), start(requests)))
+
+    async def main():
+        async def consume():
+            async for _ in engine.astream([1, 2, 3], max_new_tokens=200):
+                pytest.fail("a token came")
+
+        engine._ledger.lock.acquire()  # as if a step ran
+        task = asyncio.create_task(consume())
+        await (asyncio.to_thread(arrived.wait) if is_started else asyncio.sleep(0))
+        task.cancel()
+        await asyncio.sleep(0)
+        engine._ledger.lock.release()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0.1)
+
+    asyncio.run(main())
+    assert engine.is_idle
+    assert (engine.stats().num_steps, engine.stats().num_waiting) == (0, 0)
+
+
+def test_results_that_the_steps_of_another_consumer_bring(llama, make_engine):
+    engine = make_engine(llama)
+    asked = prompts(4, 3, 9)
+    expected = [native(llama, prompt, max_new_tokens=4, do_sample=False) for prompt in asked]
+    first, second = (engine.add_request(prompt, max_new_tokens=4) for prompt in asked[:2])
+    assert engine.generate([asked[2]], max_new_tokens=6)
+    assert not engine.is_idle
+    assert engine.results(first)[0].token_ids == expected[0]
+    output = engine.step()
+    assert [(result.request_id, result.token_ids) for result in output.finished] == [(second, expected[1])]
+    assert [token.token_id for token in output.tokens] == expected[1]
+    assert engine.is_idle
+    assert engine.results(second)[0].token_ids == expected[1]  # also after a step gave it out
+    third = engine.add_request(asked[3], max_new_tokens=4)
+    assert engine.results(third)[0].token_ids == expected[3]  # which runs the steps itself
+    assert engine.is_idle
+    with pytest.raises(InvalidArgumentError, match=r"^request_id: expected a request whose results are still here"):
+        engine.results(10**6)
+
+
+def test_threads_that_generate_stream_and_ask_for_results(llama, make_engine):
+    engine = make_engine(llama, num_blocks=40)
+    asked = prompts(12, 2, 20)
+    found = {}
+
+    def serve(index):
+        options = {"max_new_tokens": 10}
+        if index % 3 == 0:
+            found[index] = engine.generate([asked[index]], **options)[0].token_ids
+        elif index % 3 == 1:
+            found[index] = [token.token_id for token in engine.stream(asked[index], **options)]
         else:
-            times = {middle} if next(every_third) else set()
-        if scenario is _steps or file in CONSUMERS:
-            for time in sorted(times):
-                yield file, function, line, time
+            found[index] = engine.results(engine.add_request(asked[index], **options))[0].token_ids
+
+    threads = [threading.Thread(target=serve, args=(index,)) for index in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {i: native(llama, p, max_new_tokens=10, do_sample=False) for i, p in enumerate(asked)}
 
 
-@pytest.mark.timeout(900)  # 40 s of one core in all
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OnPurpose])
-@pytest.mark.parametrize("scenario", [_steps, _consumers])
-def test_whatever_is_raised_at_whatever_line_loses_nothing(llama, make_engine, scenario, error):
-    engine = make_engine(llama, _Words(), num_blocks=15, max_num_seqs=5, max_num_batched_tokens=24)
-    engine.runner._forward = _Memory(engine.runner)
-    _run(scenario, engine, None)  # what is made at first use
-    lines = _Lines()
-    expected = _run(scenario, engine, lines)
-    assert scenario is _consumers or min(engine.stats().num_preemptions, engine.stats().num_accepted_tokens) > 0
-    raised = Counter()
-    for place in _places(lines, scenario, error):
-        trace = _Raises(*place, error)
-        found = _run(scenario, engine, trace)
-        assert scenario is _consumers or found.keys() == expected.keys(), place
-        for key, got in found.items():
-            assert _is_right(got, expected[key], error), (place, key, got, expected[key])
-        raised[place[:2]] += trace.count == 0
-    print(f"{error.__name__} {raised.total()} times in {len(raised)} functions:", *sorted(raised), sep="\n  ")
-    for file, functions in MUST_RAISE[scenario.__name__].items():
-        if error is OnPurpose and file not in STEP:
-            continue
-        assert functions <= {function for name, function in raised if name == file and raised[name, function]}, file
+def test_close_ends_a_stream_and_its_request(llama, make_engine):
+    engine = make_engine(llama)
+    stream = engine.stream([1, 2, 3], max_new_tokens=30)
+    first = next(stream).token_id
+    engine.close()
+    assert list(stream) == []
+    assert engine.is_idle
+    assert first == native(llama, [1, 2, 3], max_new_tokens=1, do_sample=False)[0]
+
+
+def test_a_processor_may_abort_but_not_step(llama, make_engine):
+    engine = make_engine(llama)
+    doomed = engine.add_request([1, 2, 3], max_new_tokens=9)
+
+    class Meddles(LogitsProcessor):
+        refused = None
+
+        def __call__(self, input_ids, scores):
+            engine.abort(doomed)
+            try:
+                engine.step()
+            except RuntimeError as error:
+                self.refused = str(error)
+            return scores
+
+    meddler = Meddles()
+    good = engine.add_request([4, 5, 6], max_new_tokens=4, logits_processor=[meddler])
+    found = _run(engine)
+    assert (found[doomed, 0].finish_reason, found[doomed, 0].token_ids) == ("abort", [])
+    assert "inside a step" in meddler.refused
+    assert_native(llama, [found[good, 0]], max_new_tokens=4)
+
+
+def test_a_manager_that_was_interrupted_midway_begins_anew(make_engine):
+    engine = make_engine(build_llama(), num_host_blocks=20)
+    ids = [engine.add_request(prompt, max_new_tokens=8) for prompt in prompts(3, 4, 12)]
+    engine.step()
+    manager, pool = engine.manager, engine.manager.pool
+
+    def free(seq_id):
+        del manager.free, manager.sequences[seq_id]  # and its blocks are nobody's
+        raise KeyboardInterrupt
+
+    manager.free = free
+    with pytest.raises(KeyboardInterrupt):
+        engine.abort(ids[0])
+    assert engine.manager.pool is not pool
+    found = _run(engine)
+    assert found[ids[0], 0].finish_reason == "abort"
+    assert_native(engine.model, [found[request, 0] for request in ids[1:]], max_new_tokens=8)
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["apply_moves", "manager.take_copies", "manager.allocate_slots"])
+def test_memory_that_runs_out_in_a_step_costs_no_request(llama, make_engine, monkeypatch, place, error):
+    engine = make_engine(llama, num_blocks=20, max_num_batched_tokens=16, num_host_blocks=10)
+    asked = prompts(5, 4, 20)
+    ids = [engine.add_request(prompt, max_new_tokens=10) for prompt in asked]
+    owner = engine.runner.pool if place == "apply_moves" else engine.manager
+    name, count = place.split(".")[-1], 0
+    whole = getattr(owner, name)
+
+    def part(*args, **kwargs):
+        nonlocal count
+        count += 1
+        result = whole(*args, **kwargs)
+        if count % 7 == 0:
+            raise error
+        return result
+
+    monkeypatch.setattr(owner, name, part)
+    found = {}
+    while not engine.is_idle:
+        with contextlib.suppress(error):
+            found.update({result.request_id: result for result in engine.step().finished})
+    assert count > 7
+    assert_native(llama, [found[request] for request in ids], max_new_tokens=10)

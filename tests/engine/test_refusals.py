@@ -1,6 +1,8 @@
 """What is refused by name before anything changes: models, arguments of an engine, settings and prompts."""
 
 import copy
+import dataclasses
+import inspect
 import math
 import re
 
@@ -10,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM, WatermarkingConfig
 
 import pagedkv
+from pagedkv.engine import Engine, EngineConfig
 from pagedkv.engine.results import StepOutput
 from pagedkv.engine.settings import Settings
 from pagedkv.errors import InvalidArgumentError
@@ -317,3 +320,9 @@ def test_a_bad_config_in_a_list_is_named_by_its_index_and_one_for_all_is_not(lla
     with pytest.raises(InvalidArgumentError, match=r"^top_p: expected"):
         engine.generate([[1], [2]], bad)
     assert engine.stats().num_waiting == 0
+
+
+def test_an_engine_takes_the_settings_of_its_config():
+    parameters = inspect.signature(Engine).parameters.values()
+    named = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    assert named == {each.name: each.default for each in dataclasses.fields(EngineConfig)}

@@ -138,7 +138,20 @@ def _cleaned():
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
 
 
-@pytest.mark.parametrize("build", [_byte_level, _cleaned, ByT5Tokenizer], ids=["fast", "cleaned", "slow"])
+def _byte_fallback():
+    """As Llama 2 and Gemma: bytes of unknown characters are tokens, and a run that is no text is all unknown."""
+    from tokenizers import Tokenizer, decoders, models
+
+    words = ["a", "b", "\u2581c", *(f"<0x{byte:02X}>" for byte in (0xC3, 0xA9, 0xE4, 0xB8, 0xAD, 0x41))]
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+TOKENIZERS = {"fast": _byte_level, "cleaned": _cleaned, "slow": ByT5Tokenizer, "bytes": _byte_fallback}
+
+
+@pytest.mark.parametrize("build", TOKENIZERS.values(), ids=TOKENIZERS)
 def test_pieces_joined_are_the_text_for_any_tokenizer_and_any_end(build):
     tokenizer = build()
     chance = random.Random(0)

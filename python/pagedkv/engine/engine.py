@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..errors import IntegrityError, InvalidArgumentError, boolean, integer
@@ -37,15 +38,47 @@ class Engine:
             of ``patch`` wait). A request whose model changes (weights, adapters, their scalings) ends with an error
             that names the change; with ``compile`` further ones are refused.
         tokenizer: for prompts and results as text; prompts can be token ids without one.
-        settings: of :class:`pagedkv.engine.EngineConfig`, by name: the pool, batches, compiled or captured decode.
+        others: the fields of :class:`pagedkv.engine.EngineConfig`, which explains and checks them.
 
     Raises:
         UnsupportedModelError: the model needs more than (token, position, keys and values); the message says what.
         InvalidArgumentError, ValueError: a setting out of its range.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, **settings: Any) -> None:
-        config = EngineConfig(**settings)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        num_blocks: int | None = None,
+        memory: int | float | None = None,
+        block_size: int = 16,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        prefix_caching: bool = True,
+        compile: bool = False,
+        cuda_graphs: bool | str = "auto",
+        kv_dtype: torch.dtype | None = None,
+        watermark: float = 0.01,
+        num_host_blocks: int = 0,
+        buckets: Seq[int] | None = None,
+        progress: bool = False,
+    ) -> None:
+        config = EngineConfig(
+            num_blocks=num_blocks,
+            memory=memory,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            prefix_caching=prefix_caching,
+            compile=compile,
+            cuda_graphs=cuda_graphs,
+            kv_dtype=kv_dtype,
+            watermark=watermark,
+            num_host_blocks=num_host_blocks,
+            buckets=buckets,
+            progress=progress,
+        )
         check_tokenizer(tokenizer)
         self.model = inner_model(model)
         self.tokenizer = tokenizer
@@ -67,14 +100,27 @@ class Engine:
 
     # Requests.
 
-    def add_request(self, prompt: Prompt, generation_config: GenerationConfig | None = None, **options: Any) -> int:
+    def add_request(
+        self,
+        prompt: Prompt,
+        generation_config: GenerationConfig | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: Any = None,
+        seed: int | None = None,
+        logprobs: int | None = None,
+        logits_processor: Seq[Any] | None = None,
+        stopping_criteria: Seq[Any] | None = None,
+        streamer: Any = None,
+        **options: Any,
+    ) -> int:
         """Queues a request; what is wrong with it is said now.
 
         Args:
             prompt: text, or token ids.
             generation_config, options: as for ``model.generate``: greedy, sampling, or prompt lookup with
-                ``prompt_lookup_num_tokens``; ``num_return_sequences`` samples. Further options:
-            priority: the larger is served first; default 0.
+                ``prompt_lookup_num_tokens``; ``num_return_sequences`` samples.
+            priority: the larger is served first.
             cache_salt: only requests with equal salts share cached prefixes.
             seed: of the request's own random stream (sample i: seed + i), up to 2**63 - 1; None: drawn from torch's.
             logprobs: keep the log-probabilities of each token and of so many likeliest ones.
@@ -88,7 +134,19 @@ class Engine:
             InvalidArgumentError: no tokens, ids outside the vocabulary, settings that are not served, or a request that
                 can never fit; nothing was added.
         """
-        request = self._intake.prepare(prompt, generation_config, False, **options)
+        request = self._intake.prepare(
+            prompt,
+            generation_config,
+            False,
+            priority=priority,
+            cache_salt=cache_salt,
+            seed=seed,
+            logprobs=logprobs,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            streamer=streamer,
+            **options,
+        )
         try:
             self._ledger.start([request])
             return request.id

@@ -8,6 +8,7 @@ makes progress.
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from ..hf.kv_pool import Pool
     from .config import EngineConfig
     from .requests import Request, Sample
+
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -87,7 +90,8 @@ class Scheduler:
         try:
             self._give_back({seq.seq_id: seq for seq in seqs})
             self.manager.check_integrity()
-        except Exception:
+        except Exception as error:  # whatever half a change makes of the manager's own checks
+            logger.warning("pagedkv: cached prefixes are lost: the manager begins anew after %r", error)
             self.pool.renew()
             self._give_back({})
         for seq in seqs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -11,18 +12,21 @@ from .results import NewToken
 from .sampling import describe
 
 _OVERLAP = 16  # tokens before a piece that are decoded again with it: what joins them can depend on a few
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # of tokenizers that fall back to bytes
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are no character yet
 
 
 class TextPieces:
     """Cuts the text of growing tokens into pieces; joined they are what `decode` gives for all tokens.
 
-    A piece ends before an incomplete character, and before a space that cleaning up could still take back.
+    A piece ends before an incomplete character, before a space that cleaning up could still take back, and before a run
+    of byte tokens, which become unknown characters all together if they are none.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._decode: Callable[[list[int]], str] = partial(tokenizer.decode, skip_special_tokens=True)
         self._is_cleaned = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+        self._name: Callable[[int], Any] = getattr(tokenizer, "convert_ids_to_tokens", lambda token: None)
         self._ids: list[int] = []
         self._start = 0  # first token that is decoded still
         self._num_given = 0  # characters of the text from there
@@ -31,9 +35,11 @@ class TextPieces:
         """The text that a token completes; with the last one, all that is left."""
         self._ids.append(token)
         text = self._decode(self._ids[self._start :])
-        end = len(text) if is_last else max(self._num_given, self._stable_end(text))
+        is_byte = _BYTE.fullmatch(str(self._name(token))) is not None
+        stable = self._num_given if is_byte else self._stable_end(text)
+        end = len(text) if is_last else max(self._num_given, stable)
         piece, self._num_given = text[self._num_given : end], end
-        if end == len(text) and len(self._ids) - self._start > 2 * _OVERLAP:
+        if end == len(text) and not is_byte and len(self._ids) - self._start > 2 * _OVERLAP:
             tail = self._decode(self._ids[-_OVERLAP:])
             if text.endswith(tail):
                 self._start, self._num_given = len(self._ids) - _OVERLAP, len(tail)

@@ -33,7 +33,6 @@ _LAYER_CLASSES: dict[str, type] = {
     "hybrid_sliding": PagedHybridLayer,
 }
 _BLOCK_SIZE = 16
-_SHARED = ("state", "step", "key_cache", "value_cache")  # by copies of a layer
 _WINDOWED = ("sliding_attention", "chunked_attention", "hybrid_sliding")
 _NATIVE = ("conv", "linear_attention", "dummy", "moe", "mlp")
 

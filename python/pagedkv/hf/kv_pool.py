@@ -82,9 +82,10 @@ class Pool:
     def __repr__(self) -> str:
         parts = [
             f"{self.used_blocks} of {self.num_blocks - 1} blocks of {self.block_size} tokens used",
-            f"{self.used_bytes} of {self.num_blocks * self.block_bytes} bytes",
             f"windows {self.windows}",
         ]
+        if self.block_bytes:  # known from the first forward on
+            parts.insert(1, f"{self.used_bytes} of {self.num_blocks * self.block_bytes} bytes")
         if self.layer_modes:
             counts = Counter(self.layer_modes)
             parts.append("layers " + " + ".join(f"{count} {mode}" for mode, count in counts.items()))
