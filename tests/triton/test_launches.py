@@ -113,6 +113,14 @@ def test_launches_do_not_depend_on_what_index_tensors_hold(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_launches_set_the_fusion_of_floating_point_operations(name: str) -> None:
+    with recording() as recorded:
+        calls(REAL[1])[name]()
+    assert recorded
+    assert all(each.meta["enable_fp_fusion"] for each in recorded)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_launchers_read_nothing_on_the_host(fake_cuda: None, name: str) -> None:
     assert launches(calls(fake_index_tensors(), "cuda:0")[name])
 
