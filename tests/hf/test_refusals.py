@@ -164,7 +164,7 @@ _SIZES = [
 ]
 _ROOM = "memory: expected room for two blocks of {} bytes (one is the null block), got 100"
 _TOO_MANY = "={}: expected at most the N bytes of cpu, got {} blocks of {} bytes, N bytes in all"
-_EITHER = "pool, {}: expected one of them, got (Pool(0 of 7 blocks of 4 tokens used, 0 of 0 bytes, windows [None]), {})"
+_EITHER = "pool, {}: expected one of them, got (Pool(0 of 7 blocks of 4 tokens used, windows [None]), {})"
 SETTINGS = {
     "patch": [
         *_SIZES,
