@@ -236,11 +236,11 @@ TensorView check_mapping(const char* op, const Tensor& block_mapping) {
   return view;
 }
 
-std::vector<TensorView> check_copy_blocks(const std::vector<Tensor>& caches, const Tensor& block_mapping) {
+List<TensorView> check_copy_blocks(const std::vector<Tensor>& caches, const Tensor& block_mapping) {
   const char* op = "copy_blocks";
   PAGEDKV_EXPECT(op, !caches.empty(), "caches", "hold at least one tensor", "an empty list");
   check_mapping(op, block_mapping);
-  std::vector<TensorView> views;
+  List<TensorView> views;
   views.reserve(caches.size());
   for (const Tensor& cache : caches) {
     const TensorView view(cache);

@@ -4,8 +4,8 @@
 
 #include <optional>
 #include <string>
-#include <vector>
 
+#include "cpu/scratch.h"
 #include "tensor_view.h"
 
 namespace pagedkv {
@@ -74,7 +74,7 @@ struct MergeViews {
 MergeViews check_merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b);
 
 TensorView check_mapping(const char* op, const Tensor& block_mapping);
-std::vector<TensorView> check_copy_blocks(const std::vector<Tensor>& caches, const Tensor& block_mapping);
+List<TensorView> check_copy_blocks(const std::vector<Tensor>& caches, const Tensor& block_mapping);
 void check_swap_blocks(const TensorView& src, const TensorView& dst, const Tensor& block_mapping);
 TensorView check_gather_cache(const Tensor& cache);
 
@@ -89,8 +89,7 @@ void read_block_ids(const char* op, const TensorView& block_table, int64_t seq, 
 struct BlockPair {
   int64_t src, dst;
 };
-std::vector<BlockPair> read_block_mapping(const char* op, const TensorView& block_mapping, int64_t num_src,
-                                          int64_t num_dst);
+List<BlockPair> read_block_mapping(const char* op, const TensorView& block_mapping, int64_t num_src, int64_t num_dst);
 
 // `index` of a tensor in a list.
 void check_places(const char* op, const char* argument, const TensorView& cache, int64_t index = -1);

@@ -2,7 +2,6 @@
 // C++ definition need a later stable ABI than the one this library targets.
 #include <torch/csrc/stable/library.h>
 
-#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -19,10 +18,6 @@ struct TrimAtEnd {
   }
 };
 
-[[noreturn]] void fail_to_allocate(const char* op, const std::string& amount) {
-  throw std::runtime_error(std::string(op) + ": cannot allocate " + amount);
-}
-
 // Runs an op; names it when memory runs out, and gives back the scratch of an exceptionally large call.
 template <typename F>
 auto run(const char* op, const F& f) {
@@ -30,9 +25,9 @@ auto run(const char* op, const F& f) {
   try {
     return f();
   } catch (const OutOfMemory& error) {
-    fail_to_allocate(op, error.bytes == INT64_MAX ? "2**63 bytes or more" : std::to_string(error.bytes) + " bytes");
-  } catch (const std::bad_alloc&) {
-    fail_to_allocate(op, "memory for a list");
+    const std::string amount =
+        error.bytes == INT64_MAX ? "2**63 bytes or more" : std::to_string(error.bytes) + " bytes";
+    throw std::runtime_error(std::string(op) + ": cannot allocate " + amount + error.purpose);
   }
 }
 

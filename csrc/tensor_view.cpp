@@ -130,7 +130,7 @@ std::string device_name(const Tensor& tensor) {
   return name + ":" + std::to_string(index);
 }
 
-Tensor empty_cpu(const int64_t* sizes, int64_t dim, int32_t dtype) {
+Tensor empty_cpu(const int64_t* sizes, int64_t dim, int32_t dtype, const char* purpose) {
   int64_t strides[8];
   int64_t stride = 1;
   for (int64_t i = dim - 1; i >= 0; --i) {
@@ -142,7 +142,7 @@ Tensor empty_cpu(const int64_t* sizes, int64_t dim, int32_t dtype) {
   AtenTensorHandle handle = nullptr;
   if (bytes == INT64_MAX ||
       aoti_torch_empty_strided(dim, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle)) {
-    throw OutOfMemory{bytes};
+    throw OutOfMemory{bytes, purpose};
   }
   return Tensor(handle);
 }

@@ -47,7 +47,7 @@ std::string device_name(const Tensor& tensor);
 bool is_cpu(const Tensor& tensor);
 
 // A contiguous tensor on the CPU with undefined contents.
-Tensor empty_cpu(const int64_t* sizes, int64_t dim, int32_t dtype);
+Tensor empty_cpu(const int64_t* sizes, int64_t dim, int32_t dtype, const char* purpose = "");
 char* data_of(const Tensor& tensor);
 int32_t float32_dtype();
 

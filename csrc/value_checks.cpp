@@ -1,7 +1,7 @@
 // Checks of the values of index tensors (pagedkv_ops/value_checks.py).
 #include <algorithm>
 #include <stdexcept>
-#include <unordered_set>
+#include <utility>
 
 #include "checks.h"
 #include "cpu/attention_args.h"
@@ -58,7 +58,7 @@ Sharing sharing(const TensorView& a, const TensorView& b) {
   if (a.data == b.data) return Sharing::kYes;
   const int64_t bytes = b.data - a.data, itemsize = a.itemsize();
   if (a.dim != b.dim || a.dtype != b.dtype || bytes % itemsize != 0) return Sharing::kUndecided;
-  std::vector<Dimension> dims;
+  List<Dimension> dims;
   for (int64_t d = 0; d < a.dim; ++d) {
     if (a.size(d) == 1 && b.size(d) == 1) continue;  // its stride means nothing
     const int64_t stride = a.size(d) == 1 ? b.stride(d) : a.stride(d);
@@ -126,22 +126,26 @@ void read_block_ids(const char* op, const TensorView& block_table, int64_t seq, 
   }
 }
 
-std::vector<BlockPair> read_block_mapping(const char* op, const TensorView& block_mapping, int64_t num_src,
-                                          int64_t num_dst) {
+List<BlockPair> read_block_mapping(const char* op, const TensorView& block_mapping, int64_t num_src, int64_t num_dst) {
   const auto name = [](int64_t i, const char* column) {
     return "block_mapping[" + std::to_string(i) + ", " + column + "]";
   };
-  std::vector<BlockPair> pairs;
-  std::unordered_set<int64_t> written;
+  List<BlockPair> pairs(block_mapping.size(0));
+  List<std::pair<int64_t, int64_t>> written;  // (destination, its pair)
+  written.reserve(pairs.size());
   for (int64_t i = 0; i < block_mapping.size(0); ++i) {
     int64_t entry[2];
     block_mapping.read_indices(entry, 0, 2, i);
-    const auto [src, dst] = pairs.emplace_back(BlockPair{entry[0], entry[1]});
+    const auto [src, dst] = pairs[i] = {entry[0], entry[1]};
     PAGEDKV_EXPECT(op, 0 <= src && src < num_src, name(i, "0"), in_blocks(num_src, ""), std::to_string(src));
     PAGEDKV_EXPECT(op, 0 <= dst && dst < num_dst, name(i, "1"), in_blocks(num_dst, ""), std::to_string(dst));
-    PAGEDKV_EXPECT(op, written.insert(dst).second, name(i, "1"), "name each destination block once",
-                   std::to_string(dst));
+    written.emplace_back(dst, i);
   }
+  std::sort(written.begin(), written.end());
+  const auto same = [](const auto& a, const auto& b) { return a.first == b.first; };
+  const auto twice = std::adjacent_find(written.begin(), written.end(), same);
+  PAGEDKV_EXPECT(op, twice == written.end(), name(twice[1].second, "1"), "name each destination block once",
+                 std::to_string(twice->first));
   return pairs;
 }
 

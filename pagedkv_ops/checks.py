@@ -22,6 +22,7 @@ from .arguments import Attention
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_BLOCK_SIZE = 2**31 - 1
+MAX_RESULT_LENGTH = 2**48  # of gather_kv, so that a compiler can work with its sizes
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -294,4 +295,5 @@ def check_gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_le
     _last_contiguous(op, "cache", cache)
     _block_size(op, "cache", cache)
     check_table(op, block_table, seq_lens, cache, "cache")
-    _expect(op, max_len >= 0, "max_len", "be 0 or more", max_len)
+    for fits in (max_len >= 0, max_len <= MAX_RESULT_LENGTH):
+        _expect(op, fits, "max_len", f"be in 0..{MAX_RESULT_LENGTH}", max_len)

@@ -38,13 +38,13 @@ def _write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, s
         value_cache[block, offset] = value[token]
 
 
-def _zeros(op: str, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _zeros(op: str, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, purpose: str = "") -> Tensor:
     try:
         return like.new_zeros(shape, dtype=dtype)
     except RuntimeError:
         num_bytes = math.prod(shape) * dtype.itemsize
         amount = f"{num_bytes} bytes" if num_bytes < 2**63 - 1 else "2**63 bytes or more"
-        raise RuntimeError(f"{op}: cannot allocate {amount}") from None
+        raise RuntimeError(f"{op}: cannot allocate {amount}{purpose}") from None
 
 
 def _sequence(cache: Tensor, row: Tensor, length: int, columns: range) -> Tensor:
@@ -201,7 +201,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int
     checks.check_gather_kv(cache, block_table, seq_lens, max_len)
     value_checks.check_gather_values(cache, block_table, seq_lens, max_len)
     block_size = cache.size(1)
-    out = _zeros("gather_kv", cache, (seq_lens.size(0), max_len, *cache.shape[2:]), cache.dtype)
+    out = _zeros("gather_kv", cache, (seq_lens.size(0), max_len, *cache.shape[2:]), cache.dtype, " for max_len tokens")
     if out.numel() == 0:
         return out
     for b, (row, seq_len) in enumerate(zip(block_table, seq_lens.tolist(), strict=True)):

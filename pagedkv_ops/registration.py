@@ -1,4 +1,4 @@
-"""Puts the schemas, fake kernels and the autograd guard into PyTorch's dispatcher, once per process.
+"""Puts the schemas, fake kernels and guards into PyTorch's dispatcher, once per process.
 
 The library object lives on ``torch.ops.pagedkv``: dropping it would remove the ops, and a second import of this package
 (reload, another path) must find the first one's ops instead of defining them again.
@@ -97,8 +97,35 @@ def _autograd_guard(name: str) -> Callable[..., Any]:
     return guard
 
 
+def _lazy_view_guard(name: str) -> Callable[..., Any]:
+    """Refuse to write into lazily negated or conjugated views; make such views real where they are read.
+
+    torch's own kernel runs the op on a copy, and may fail between two arguments when it copies back.
+    """
+    overload = op(name)
+    arguments = overload._schema.arguments
+
+    def real(argument: Any, label: str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [real(argument, f"{label}[{i}]", item) for i, item in enumerate(value)]
+        if not isinstance(value, torch.Tensor):
+            return value
+        for kind, is_lazy in (("negated", value.is_neg()), ("conjugated", value.is_conj())):
+            if argument.is_write and is_lazy:
+                raise RuntimeError(f"{name}: {label} must hold the values that it shows, got a lazily {kind} view")
+        return value.resolve_neg().resolve_conj()
+
+    def guard(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip((argument.name for argument in arguments), args)) | kwargs  # noqa: B905
+        return overload(**{a.name: real(a, a.name, given[a.name]) for a in arguments if a.name in given})
+
+    return guard
+
+
 if is_first_import:
     _namespace._library = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
     for _name, _schema in SCHEMAS.items():
         _namespace._library.define(_name + _schema, tags=TAGS)
         _namespace._library.impl(_name, _autograd_guard(_name), "Autograd", with_keyset=True)
+        for _key in ("Negative", "Conjugate") if op(_name)._schema.is_mutable else ():
+            _namespace._library.impl(_name, _lazy_view_guard(_name), _key)

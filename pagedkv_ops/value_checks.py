@@ -6,6 +6,8 @@ the same checks with the same words.
 
 from __future__ import annotations
 
+import itertools
+
 from torch import Tensor
 
 from .arguments import Attention
@@ -91,15 +93,16 @@ def check_gather_values(cache: Tensor, block_table: Tensor, seq_lens: Tensor, ma
 
 
 def check_block_mapping(op: str, block_mapping: Tensor, num_src: int, num_dst: int) -> None:
-    written: set[int] = set()
-    for i, (src, dst) in enumerate(block_mapping.tolist()):
+    pairs = block_mapping.tolist()
+    for i, (src, dst) in enumerate(pairs):
         if not 0 <= src < num_src:
             _fail(op, f"block_mapping[{i}, 0]", _in_blocks(num_src), src)
         if not 0 <= dst < num_dst:
             _fail(op, f"block_mapping[{i}, 1]", _in_blocks(num_dst), dst)
-        if dst in written:
+    by_destination = sorted((dst, i) for i, (_, dst) in enumerate(pairs))
+    for (dst, _), (following, i) in itertools.pairwise(by_destination):
+        if dst == following:
             _fail(op, f"block_mapping[{i}, 1]", "name each destination block once", dst)
-        written.add(dst)
 
 
 def check_places(op: str, argument: str, cache: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 
 namespace pagedkv {
 
@@ -28,14 +27,11 @@ int64_t BlockLayout::bytes() const {
 }
 
 void ReadFirst::apply(TensorView& input, const TensorView& written) {
-  if (copy_ || !input.touches(written)) return;
-  const int64_t bytes = input.bytes();
-  copy_.reset(bytes == INT64_MAX ? nullptr : new (std::nothrow) char[bytes]);
-  if (!copy_) throw OutOfMemory{bytes};
+  if (!strides_.empty() || !input.touches(written)) return;
   strides_.assign(input.dim, 1);
   for (int64_t d = input.dim - 2; d >= 0; --d) strides_[d] = strides_[d + 1] * input.size(d + 1);
   TensorView copy = input;
-  copy.data = copy_.get();
+  copy.data = copy_.reserve(input.bytes());
   copy.strides = strides_.data();
   BlockLayout(input, copy, 0).for_each_run(copy.data, input.data, [](char* dst, const char* src, int64_t n) {
     std::memcpy(dst, src, n);

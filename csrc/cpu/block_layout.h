@@ -1,10 +1,8 @@
 // How the elements of one block lie in memory, for copies between blocks of equal shape.
 #pragma once
 
-#include <memory>
-#include <vector>
-
 #include "../tensor_view.h"
+#include "scratch.h"
 
 namespace pagedkv {
 
@@ -14,7 +12,7 @@ struct BlockLayout {
     int64_t size;
     int64_t src_stride, dst_stride;  // bytes
   };
-  std::vector<Loop> loops;  // outermost first
+  List<Loop> loops;  // outermost first
   int64_t run_bytes = 0;
 
   // Dimensions from `first_dim` on of two tensors of equal shape there.
@@ -38,8 +36,8 @@ class ReadFirst {
   void apply(TensorView& input, const TensorView& written);
 
  private:
-  std::unique_ptr<char[]> copy_;
-  std::vector<int64_t> strides_;
+  Buffer copy_;
+  List<int64_t> strides_;
 };
 
 }  // namespace pagedkv

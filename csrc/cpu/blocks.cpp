@@ -1,9 +1,6 @@
 // copy_blocks, swap_blocks, gather_kv: bytes move, no arithmetic.
 #include <algorithm>
 #include <cstring>
-#include <memory>
-#include <new>
-#include <vector>
 
 #include "block_layout.h"
 #include "ops.h"
@@ -14,6 +11,7 @@ namespace pagedkv {
 namespace {
 
 constexpr int64_t kStreamBytes = 256 * 1024;
+constexpr int64_t kLongestResult = int64_t{1} << 48;  // tokens of gather_kv
 
 struct BlockCopy {
   TensorView src, dst;
@@ -32,8 +30,8 @@ enum class Order {
 };
 
 // Whether a block is read that another pair writes.
-bool chained(const std::vector<BlockPair>& pairs) {
-  std::vector<int64_t> written;
+bool chained(const List<BlockPair>& pairs) {
+  List<int64_t> written;
   written.reserve(pairs.size());
   for (const BlockPair& pair : pairs) written.push_back(pair.dst);
   std::sort(written.begin(), written.end());
@@ -43,8 +41,8 @@ bool chained(const std::vector<BlockPair>& pairs) {
 }
 
 // Whether two tensors of a list may have elements in common: a tensor twice, or views of one storage.
-bool any_shared(const std::vector<TensorView>& views) {
-  std::vector<const TensorView*> by_address;
+bool any_shared(const List<TensorView>& views) {
+  List<const TensorView*> by_address;
   for (const TensorView& view : views) {
     if (!view.empty()) by_address.push_back(&view);
   }
@@ -58,9 +56,9 @@ bool any_shared(const std::vector<TensorView>& views) {
   return false;
 }
 
-void copy_pairs(const std::vector<BlockCopy>& copies, const std::vector<BlockPair>& pairs, Order order) {
+void copy_pairs(const List<BlockCopy>& copies, const List<BlockPair>& pairs, Order order) {
   const int64_t n = pairs.size(), num_copies = copies.size();
-  std::vector<int64_t> offsets(num_copies + 1);  // of each tensor's blocks in the staging memory
+  List<int64_t> offsets(num_copies + 1);  // of each tensor's blocks in the staging memory
   for (int64_t c = 0; c < num_copies; ++c) offsets[c + 1] = offsets[c] + n * copies[c].layout.bytes();
   const int64_t bytes = offsets.back();
   const auto copy_run = kernels().copy;
@@ -83,10 +81,10 @@ void copy_pairs(const std::vector<BlockCopy>& copies, const std::vector<BlockPai
     });
     return;
   }
-  const std::unique_ptr<char[]> staged(new (std::nothrow) char[bytes]);
-  if (!staged) throw OutOfMemory{bytes};
+  Buffer buffer;
+  char* const staged = buffer.reserve(bytes);
   for_each(0, num_copies, [&](const BlockCopy& copy, const BlockPair& pair, int64_t place) {
-    char* aside = staged.get() + place;
+    char* aside = staged + place;
     copy.layout.for_each_run(copy.dst_block(pair.dst), copy.src_block(pair.src), [&](char*, const char* s, int64_t b) {
       copy_run(aside, s, b, false);
       aside += b;
@@ -95,7 +93,7 @@ void copy_pairs(const std::vector<BlockCopy>& copies, const std::vector<BlockPai
   const int64_t step = order == Order::kReadFirstByEntry ? 1 : num_copies;
   for (int64_t first = 0; first < num_copies; first += step) {
     for_each(first, first + step, [&](const BlockCopy& copy, const BlockPair& pair, int64_t place) {
-      const char* aside = staged.get() + place;
+      const char* aside = staged + place;
       copy.layout.for_each_run(copy.dst_block(pair.dst), copy.src_block(pair.src),
                                [&](char* d, const char*, int64_t b) {
                                  copy_run(d, aside, b, false);
@@ -108,13 +106,13 @@ void copy_pairs(const std::vector<BlockCopy>& copies, const std::vector<BlockPai
 }  // namespace
 
 void copy_blocks(const std::vector<Tensor>& caches, const Tensor& block_mapping) {
-  const std::vector<TensorView> views = check_copy_blocks(caches, block_mapping);
+  const List<TensorView> views = check_copy_blocks(caches, block_mapping);
   for (size_t i = 0; i < views.size(); ++i) check_places("copy_blocks", "caches", views[i], i);
   int64_t fewest = views[0].size(0);
   for (const TensorView& view : views) fewest = min_of(fewest, view.size(0));
   const auto pairs = read_block_mapping("copy_blocks", TensorView(block_mapping), fewest, fewest);
   if (pairs.empty()) return;
-  std::vector<BlockCopy> copies;
+  List<BlockCopy> copies;
   copies.reserve(views.size());
   for (const TensorView& view : views) {
     if (!view.empty()) copies.emplace_back(view, view);
@@ -138,7 +136,8 @@ Tensor gather_kv(const Tensor& cache, const Tensor& block_table, const Tensor& s
   const char* op = "gather_kv";
   const TensorView view = check_gather_cache(cache);
   const TableViews table = check_table(op, block_table, seq_lens, "cache");
-  PAGEDKV_EXPECT(op, max_len >= 0, "max_len", "be 0 or more", std::to_string(max_len));
+  PAGEDKV_EXPECT(op, 0 <= max_len && max_len <= kLongestResult, "max_len", "be in 0..281474976710656",
+                 std::to_string(max_len));
   const int64_t block_size = view.size(1), num_seqs = table.seq_lens.size(0);
   int64_t* lengths = call_scratch().lengths.reserve_for<int64_t>(times(2, num_seqs));
   int64_t* row_starts = lengths + num_seqs;
@@ -154,7 +153,7 @@ Tensor gather_kv(const Tensor& cache, const Tensor& block_table, const Tensor& s
     read_block_ids(op, table.block_table, b, 0, columns(b), view.size(0), ids + row_starts[b]);
   }
   const int64_t sizes[] = {num_seqs, max_len, view.size(2), view.size(3)};
-  Tensor result = empty_cpu(sizes, 4, view.dtype);
+  Tensor result = empty_cpu(sizes, 4, view.dtype, " for max_len tokens");
   const TensorView out(result);
   if (out.empty()) return result;
   const BlockLayout row(view, out, 2);

@@ -20,15 +20,20 @@ Buffer& thread_buffer() {
 
 }  // namespace
 
-Buffer::~Buffer() { ::operator delete(data_, kAlignment); }
+char* allocate(int64_t bytes) {
+  void* data = bytes == INT64_MAX ? nullptr : ::operator new(bytes, kAlignment, std::nothrow);
+  if (!data) throw OutOfMemory{bytes};
+  return static_cast<char*>(data);
+}
+
+void deallocate(char* data) { ::operator delete(data, kAlignment); }
 
 char* Buffer::reserve(int64_t bytes) {
   if (bytes > size_) {
     // Half more, because lengths grow token by token; what is given back after the call need not last.
     const int64_t size = bytes > kKeptBytes ? bytes : bytes + bytes / 2;
-    char* data = static_cast<char*>(::operator new(size, kAlignment, std::nothrow));
-    if (!data) throw OutOfMemory{bytes};
-    ::operator delete(data_, kAlignment);
+    char* data = allocate(size);
+    deallocate(data_);
     data_ = data;
     size_ = size;
   }
@@ -37,7 +42,7 @@ char* Buffer::reserve(int64_t bytes) {
 
 void Buffer::trim() {
   if (size_ <= kKeptBytes) return;
-  ::operator delete(data_, kAlignment);
+  deallocate(data_);
   data_ = nullptr;
   size_ = 0;
 }

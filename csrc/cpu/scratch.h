@@ -1,9 +1,28 @@
-// Memory that is kept between calls, so that a call allocates nothing but its output.
+// All memory of the ops but their results. Most is kept between calls, so that a call allocates nothing but its output.
 #pragma once
+
+#include <vector>
 
 #include "types.h"
 
 namespace pagedkv {
+
+// 64-byte aligned, or an OutOfMemory that says how many bytes.
+char* allocate(int64_t bytes);
+void deallocate(char* data);
+
+template <typename T>
+struct Allocator {
+  using value_type = T;
+  Allocator() = default;
+  template <typename U>
+  Allocator(const Allocator<U>&) {}
+  T* allocate(size_t count) { return reinterpret_cast<T*>(pagedkv::allocate(times(count, sizeof(T)))); }
+  void deallocate(T* data, size_t) { pagedkv::deallocate(reinterpret_cast<char*>(data)); }
+  bool operator==(const Allocator&) const = default;
+};
+template <typename T>
+using List = std::vector<T, Allocator<T>>;
 
 // 64-byte aligned storage that grows as it is asked to. Contents are lost when it does.
 class Buffer {
@@ -11,7 +30,7 @@ class Buffer {
   Buffer() = default;
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
-  ~Buffer();
+  ~Buffer() { deallocate(data_); }
   char* reserve(int64_t bytes);
   template <typename T>
   T* reserve_for(int64_t count) {

@@ -40,6 +40,7 @@ PAGEDKV_INLINE int64_t element_size(DType dtype) { return dtype == DType::kFloat
 // Too little memory; the op's name is added where it is known (library.cpp).
 struct OutOfMemory {
   int64_t bytes;
+  const char* purpose = "";  // " for ..."
 };
 
 // Calls f.template operator()<T>() with the element type of dtype.

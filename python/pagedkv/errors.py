@@ -45,11 +45,13 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def listed(name: str, value: Any, expected: str) -> list[Any]:
-    """`value` as a list; what can not be iterated is an InvalidArgumentError that says so."""
+    """`value` as a list; a text, and what can not be iterated, is an InvalidArgumentError that says so."""
     try:
-        return list(value)
+        if not isinstance(value, str | bytes):
+            return list(value)
     except TypeError:
-        raise refused(name, expected, value) from None
+        pass
+    raise refused(name, expected, value)
 
 
 class UnknownSequenceError(PagedKVError, LookupError):

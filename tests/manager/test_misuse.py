@@ -6,11 +6,14 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pagedkv import errors
 from pagedkv.manager import GroupSpec, KVCacheManager
 from tests.manager.actions import compute, run, snapshot
+
+PLAIN = "expected plain values (None, bool, int, float, str, bytes, containers of them)"
 
 
 def busy() -> KVCacheManager:
@@ -68,14 +71,11 @@ MISUSES: list[tuple[str, type[Exception], Any]] = [
     ("add a set", errors.InvalidArgumentError, lambda m: m.add("new", {1, 2})),
     ("add a dict", errors.InvalidArgumentError, lambda m: m.add("new", {1: 2})),
     ("append a set", errors.InvalidArgumentError, lambda m: m.append("a", frozenset({1}))),
-    ("add keys not a sequence", errors.InvalidArgumentError, lambda m: m.add("new", [1], extra_keys=5)),
     ("stats of a str", errors.InvalidArgumentError, lambda m: m.stats("x")),
     ("add bad tokens", errors.InvalidArgumentError, lambda m: m.add("new", ["x"])),
     ("add bad keys", errors.InvalidArgumentError, lambda m: m.add("new", [1], extra_keys=[("image", 1, 2)])),
     ("add bad kind", errors.InvalidArgumentError, lambda m: m.add("new", [1], extra_keys=[(1, 2)])),
     ("add bad range", errors.InvalidArgumentError, lambda m: m.add("new", [1], extra_keys=[("image", 1, 5, 5)])),
-    ("add bad value", errors.InvalidArgumentError, lambda m: m.add("new", [1], extra_keys=[("x", object())])),
-    ("add bad salt", errors.InvalidArgumentError, lambda m: m.add("new", [1], cache_salt=object())),
     ("match bad tokens", errors.InvalidArgumentError, lambda m: m.match_prefix([1, "x"])),
     ("append bad tokens", errors.InvalidArgumentError, lambda m: m.append("a", [1, None])),
     ("add a negative id", errors.InvalidArgumentError, lambda m: m.add("new", [1, -1])),
@@ -144,7 +144,7 @@ def test_misuse_changes_nothing(error, misuse):
         ({"partial_hits": 1}, "partial_hits: expected a bool, got 1"),
         ({"record_events": "no"}, "record_events: expected a bool, got 'no'"),
         ({"causal": "no"}, "causal: expected a bool, got 'no'"),
-        ({"groups": "x"}, "groups: expected GroupSpecs, got 'x'"),
+        ({"groups": "x"}, "groups: expected a sequence of GroupSpecs, got 'x'"),
         ({"groups": 5}, "groups: expected a sequence of GroupSpecs, got 5"),
         ({"groups": [GroupSpec(), "x"]}, "groups: expected GroupSpecs, got 'x'"),
         ({"num_blocks": None}, "num_blocks: expected an int, got None"),
@@ -154,7 +154,7 @@ def test_misuse_changes_nothing(error, misuse):
         ({"watermark": 1.0}, "watermark: expected a fraction in [0, 1), got 1.0"),
         ({"watermark": -0.1}, "watermark: expected a fraction in [0, 1), got -0.1"),
         ({"num_host_blocks": -1}, "num_host_blocks: expected at least 0, got -1"),
-        ({"sliding_window": 0}, "GroupSpec.window: expected at least 1, got 0"),
+        ({"sliding_window": 0}, "sliding_window: expected at least 1, got 0"),
         (
             {"partial_hits": True, "enable_prefix_caching": False},
             "partial_hits: expected False without prefix caching",
@@ -165,13 +165,53 @@ def test_misuse_changes_nothing(error, misuse):
         ),
         ({"block_size": "16"}, "block_size: expected an int, got '16'"),
         ({"num_host_blocks": None}, "num_host_blocks: expected an int, got None"),
-        ({"sliding_window": 4.5}, "GroupSpec.window: expected an int, got 4.5"),
+        ({"sliding_window": 4.5}, "sliding_window: expected an int, got 4.5"),
         ({"watermark": "0.1"}, "watermark: expected a fraction in [0, 1), got '0.1'"),
     ],
 )
 def test_settings_are_named(settings, message):
     with pytest.raises(errors.InvalidArgumentError, match=f"^{re.escape(message)}$"):
         KVCacheManager(**{"num_blocks": 10, "block_size": 4, **settings})
+
+
+def nested(depth: int | None) -> list[Any]:
+    """Lists in lists; None: a list in itself."""
+    value: list[Any] = []
+    if depth is None:
+        value.append(value)
+    for _ in range(depth or 0):
+        value = [value]
+    return value
+
+
+DEEP = "expected values that are not nested so deeply, nor in themselves"
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (lambda m: m.add("new", True), "token_ids: expected a sequence of ints, or a count, got bool"),
+        (lambda m: m.append("a", "text"), "token_ids: expected a sequence of ints, or a count, got str"),
+        (lambda m: m.append("a", [True]), "token_ids: expected a sequence of ints, got bools"),
+        (lambda m: m.match_prefix(np.array([True, False])), "token_ids: expected a sequence of ints, got bools"),
+        (lambda m: m.add("new", [1], cache_salt=nested(None)), f"cache_salt: {DEEP}"),
+        (lambda m: m.match_prefix([1], cache_salt=nested(10**5)), f"cache_salt: {DEEP}"),
+        (lambda m: m.add("new", [1], extra_keys=[("x", nested(None))]), f"extra_keys: {DEEP}"),
+        (lambda m: m.add("new", [1], cache_salt=object()), f"cache_salt: {PLAIN}, got object"),
+        (lambda m: m.add("new", [1], extra_keys=[("x", [object()])]), f"extra_keys: {PLAIN}, got object"),
+        (lambda m: m.add("new", [1], extra_keys="x"), "extra_keys: expected a sequence of tuples, got 'x'"),
+        (lambda m: m.reorder("a", [0]), "seq_ids: expected a sequence of hashable ids, got 'a'"),
+        (lambda m: m.reorder(["a"], "0"), "parents: expected a sequence of indices, got '0'"),
+        (lambda m: m.append_step("a", [1]), "seq_ids: expected a sequence of hashable ids, got 'a'"),
+        (lambda m: m.commit_step("a"), "seq_ids: expected a sequence of hashable ids, got 'a'"),
+    ],
+)
+def test_misuse_is_named(misuse, message):
+    manager = busy()
+    before = snapshot(manager)
+    with pytest.raises(errors.InvalidArgumentError, match=f"^{re.escape(message)}$"):
+        misuse(manager)
+    assert snapshot(manager) == before
 
 
 def test_attention_that_is_not_causal_is_prefilled_at_once():

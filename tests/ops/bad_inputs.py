@@ -229,6 +229,7 @@ SHAPES: dict[str, dict[str, Changes]] = {
         "cache stride": {"cache": _every_other},
         "block_size zero": {"cache": lambda t: t[:, :0]},
         "max_len": {"max_len": -1},
+        "max_len beyond any memory": {"max_len": 2**62},
     },
 }
 

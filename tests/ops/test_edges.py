@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import subprocess
 import sys
@@ -232,17 +233,58 @@ def test_merge_keeps_an_lse_of_infinity(function, other):
 
 def test_too_little_memory_says_which_op_and_how_many_bytes():
     cache, table, seq_lens = torch.zeros(2, 4, 1, 8), torch.zeros(1, 2, dtype=torch.int64), torch.tensor([5])
+    many_heads = cache.expand(2, 4, 2**20, 8)
     query = torch.zeros(1, 1, 8).expand(2**44, 1, 8)
     for module in (pagedkv_ops, reference):
-        with pytest.raises(RuntimeError, match=f"^gather_kv: cannot allocate {2**49} bytes"):
+        with pytest.raises(RuntimeError, match=f"^gather_kv: cannot allocate {2**49} bytes for max_len tokens"):
             module.gather_kv(cache, table, seq_lens, 2**44)
-        with pytest.raises(RuntimeError, match=r"^gather_kv: cannot allocate 2\*\*63 bytes or more"):
-            module.gather_kv(cache, table, seq_lens, 2**61)
+        with pytest.raises(RuntimeError, match=r"^gather_kv: cannot allocate 2\*\*63 bytes or more for max_len tokens"):
+            module.gather_kv(many_heads, table, seq_lens, 2**40)
         with pytest.raises(RuntimeError, match=f"^paged_attention: cannot allocate {2**49} bytes"):
             module.paged_attention(query, cache, cache, table, seq_lens, torch.tensor([0, 1]))
     slots = torch.tensor([-1]).expand(2**44)
     with pytest.raises(RuntimeError, match=f"^write_kv: cannot allocate {2**47} bytes"):
         pagedkv_ops.write_kv(query, query, cache, cache.clone(), slots)
+
+
+TIGHT = """
+import re, resource, torch, pagedkv_ops
+torch.set_num_threads(1)
+N = 2**20
+cache, ids, lengths = torch.zeros(2 * N, 1), torch.arange(N), torch.ones(N, dtype=torch.int64)
+chained, table = torch.stack([ids, ids + 1], 1), torch.zeros(N, 1, dtype=torch.int64)
+key, caches = torch.zeros(N, 1, 4), torch.zeros(2, N, 1, 1, 4)
+calls = {
+    "write_kv": lambda: pagedkv_ops.write_kv(key, key, *caches, ids),
+    "write_kv of rows of the cache": lambda: pagedkv_ops.write_kv(caches[0, :, 0], key, *caches, ids),
+    "paged_attention": lambda: pagedkv_ops.paged_attention(key, *caches, table, lengths),
+    "gather_kv": lambda: pagedkv_ops.gather_kv(caches[0], table, lengths, 1),
+    "copy_blocks": lambda: pagedkv_ops.copy_blocks([cache], chained),
+    "swap_blocks": lambda: pagedkv_ops.swap_blocks(cache, cache, chained),
+}
+for name, call in calls.items():
+    used = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+    for spare in (0, 4, 8, 16, 32, 64, 128, 256, 512):
+        resource.setrlimit(resource.RLIMIT_AS, (used + spare * 2**20, -1))
+        try:
+            call()
+            break
+        except RuntimeError as error:
+            assert re.match(rf"{name.split()[0]}: cannot allocate \\d{{7,}} bytes", str(error)), error
+            assert spare < 512
+            print(name)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and other systems do not keep to RLIMIT_AS")
+def test_every_allocation_that_fails_names_op_and_bytes():
+    """Each op with more and more memory, until it works: lists, scratch, copies and results fail in turn."""
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}  # what an op frees is given back
+    result = subprocess.run([sys.executable, "-c", TIGHT], env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert set(result.stdout.splitlines()) == {
+        "write_kv", "write_kv of rows of the cache", "paged_attention", "gather_kv", "copy_blocks", "swap_blocks"
+    }  # fmt: skip
 
 
 SCRATCH = """

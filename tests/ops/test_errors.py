@@ -101,6 +101,33 @@ def test_requires_grad_error_inside_a_compiled_function():
         torch.testing.assert_close(compiled(**call), expected)
 
 
+LAZY = {"negated": torch._neg_view, "conjugated": lambda tensor: torch.complex(tensor, tensor).conj()}
+
+
+@pytest.mark.parametrize("kind", LAZY)
+@pytest.mark.parametrize("op", SCHEMAS)
+def test_lazy_views_are_not_written_and_are_read_as_they_show(op, kind):
+    """torch would run the op on a copy: it failed when it copied back, with one of two caches written."""
+    writes = {a.name for a in getattr(torch.ops.pagedkv, op).default._schema.arguments if a.is_write}
+    for name, value in good_call(op).items():
+        tensor = value[-1] if isinstance(value, list) else value
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            continue
+        view = LAZY[kind](tensor)
+        call = {**good_call(op), name: [*value[:-1], view] if isinstance(value, list) else view}
+        if name in writes:
+            before = snapshot(call)
+            label = f"{name}[{len(value) - 1}]" if isinstance(value, list) else name
+            text = error(getattr(pagedkv_ops, op), call)
+            assert text == f"{op}: {label} must hold the values that it shows, got a lazily {kind} view"
+            for now, then in zip(snapshot(call), before, strict=True):
+                torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
+        elif kind == "negated":
+            out = getattr(pagedkv_ops, op)(**call)
+            call[name] = view.resolve_neg()
+            torch.testing.assert_close(out, getattr(pagedkv_ops, op)(**call), rtol=0, atol=0, equal_nan=True)
+
+
 def test_texts():
     """Each text once: under an op stand the rules whose text no op before it has."""
     lines = []
@@ -276,5 +303,6 @@ gather_kv
   cache dtype -> cache must be float32, float16 or bfloat16 (int8 and float8 caches are not supported yet), got int8
   cache stride -> cache must have a contiguous last dimension, got strides [256, 64, 32, 2]
   block_size zero -> cache.size(1) must be in 1..2147483647 (block_size), got 0
-  max_len -> max_len must be 0 or more, got -1""",
+  max_len -> max_len must be in 0..281474976710656, got -1
+  max_len beyond any memory -> max_len must be in 0..281474976710656, got 4611686018427387904""",
     )

@@ -70,7 +70,7 @@ class Intake:
         self._check_fit(len(ids), settings)
         if not isinstance(priority, numbers.Real) or priority != priority:  # NaN has no place in an order
             raise refused("priority", "a number", priority)
-        encode(cache_salt)  # raises for what is no plain value
+        encode(cache_salt, "cache_salt")  # raises for what is no plain value
         if streamer is not None and settings.num_samples > 1:
             raise InvalidArgumentError(f"streamer: expected a request with one sample, got {settings.num_samples}")
         first_seed = _check_seed(seed, settings.num_samples)

@@ -41,8 +41,24 @@ class Link:
         return Link, (self.hash, None, self.tokens, self.extras)
 
 
-def encode(value: Any) -> bytes:
-    """A self-delimiting encoding of plain values: equal bytes exactly for equal values of one type."""
+def encode(value: Any, name: str = "extra_keys") -> bytes:
+    """A self-delimiting encoding of plain values: equal bytes exactly for equal values of one type.
+
+    name: of the argument, for errors.
+    """
+    try:
+        return _encoded(value)
+    except TypeError as error:
+        raise InvalidArgumentError(
+            f"{name}: expected plain values (None, bool, int, float, str, bytes, containers of them), got {error}"
+        ) from None
+    except RecursionError:
+        raise InvalidArgumentError(
+            f"{name}: expected values that are not nested so deeply, nor in themselves"
+        ) from None
+
+
+def _encoded(value: Any) -> bytes:
     if value is None:
         return b"N"
     if isinstance(value, bool):
@@ -54,18 +70,14 @@ def encode(value: Any) -> bytes:
     if isinstance(value, float):
         return b"F" + struct.pack("<d", value)
     if isinstance(value, list | tuple):
-        return _sized(b"T", b"".join(map(encode, value)))
+        return _sized(b"T", b"".join(map(_encoded, value)))
     if isinstance(value, set | frozenset):
-        return _sized(b"E", b"".join(sorted(map(encode, value))))
+        return _sized(b"E", b"".join(sorted(map(_encoded, value))))
     if isinstance(value, dict):
-        return _sized(b"D", b"".join(sorted(encode(key) + encode(item) for key, item in value.items())))
-    try:
-        return _sized(b"I", b"%d" % operator.index(value))
-    except TypeError:
-        raise InvalidArgumentError(
-            "extra_keys, cache_salt: expected plain values (None, bool, int, float, str, bytes, containers of them), "
-            f"got {type(value).__name__}"
-        ) from None
+        return _sized(b"D", b"".join(sorted(_encoded(key) + _encoded(item) for key, item in value.items())))
+    if not hasattr(value, "__index__"):
+        raise TypeError(type(value).__name__)
+    return _sized(b"I", b"%d" % operator.index(value))
 
 
 def _sized(tag: bytes, body: bytes) -> bytes:
@@ -102,7 +114,7 @@ class KeySet:
         self._ends = list(itertools.accumulate((end for _, _, end in self.ranges), max))  # the furthest so far
         self.whole: Extras = tuple(sorted(whole))
         self.whole_bytes = joined(self.whole)
-        salt = set() if cache_salt is None else {(b"Z" + encode(cache_salt), 0)}
+        salt = set() if cache_salt is None else {(b"Z" + encode(cache_salt, "cache_salt"), 0)}
         self._first: Extras = tuple(sorted(whole | salt))
 
     def at(self, start: int, stop: int) -> Extras:

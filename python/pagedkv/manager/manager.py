@@ -271,7 +271,7 @@ class KVCacheManager:
             InvalidArgumentError: another number of parents than ids, or an index out of range.
         """
         indices = [_count("parents", parent) for parent in listed("parents", parents, "a sequence of indices")]
-        sharing.reorder(self.state, listed("seq_ids", seq_ids, "a sequence of ids"), indices)
+        sharing.reorder(self.state, listed("seq_ids", seq_ids, "a sequence of hashable ids"), indices)
 
     def preempt(self, seq_id: SeqId, mode: str = "recompute") -> str:
         """Take a sequence's blocks, not its tokens; the next `allocate_slots` attaches what is cached, or swaps in.

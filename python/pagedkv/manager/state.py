@@ -53,6 +53,8 @@ class ManagerSettings:
             boolean(name, getattr(self, name))
         if not isinstance(self.watermark, int | float) or not 0.0 <= self.watermark < 1.0:
             raise InvalidArgumentError(f"watermark: expected a fraction in [0, 1), got {self.watermark!r}")
+        if self.sliding_window is not None:
+            integer("sliding_window", self.sliding_window, 1)
         if self.groups is not None and self.sliding_window is not None:
             raise InvalidArgumentError("sliding_window: expected None with groups, which have windows of their own")
         if not self.causal and self.enable_prefix_caching:
@@ -115,6 +117,8 @@ class State:
         """The sequences of distinct ids."""
         sequences = self.sequences
         try:
+            if isinstance(seq_ids, str):  # its letters may be ids
+                raise TypeError
             seqs = [sequences[seq_id] for seq_id in seq_ids]
         except KeyError as error:
             raise UnknownSequenceError(f"sequence {error.args[0]!r} is unknown: never added, or freed") from None

@@ -11,7 +11,7 @@ from pagedkv.errors import InvalidArgumentError
 
 TOKEN_BYTES = 8
 _SIGN_BYTE = TOKEN_BYTES - 1 if sys.byteorder == "little" else 0
-_NOT_IDS = (str, bytes, bytearray, set, frozenset, dict)  # have a length and items, but no order of token ids
+_NOT_IDS = (bool, str, bytes, bytearray, set, frozenset, dict)  # counts or sequences to Python, but no token ids
 # A fork copies this many ids rather than making a piece of them: a piece costs 200 bytes and a step of every search.
 _MIN_PIECE = 256
 
@@ -33,8 +33,12 @@ def pack_tokens(token_ids: Any, name: str = "token_ids") -> array[int] | int:
             raise InvalidArgumentError(f"{name}: expected ids or a count of at least 0, got {token_ids}")
         return token_ids
     if type(token_ids) is not list and isinstance(token_ids, _NOT_IDS):
-        raise InvalidArgumentError(f"{name}: expected a sequence of ints, got {type(token_ids).__name__}")
+        raise InvalidArgumentError(f"{name}: expected a sequence of ints, or a count, got {type(token_ids).__name__}")
     try:
+        if len(token_ids) and isinstance(
+            token_ids[0], bool
+        ):  # a mask: to look at all would take twice as long as packing
+            raise InvalidArgumentError(f"{name}: expected a sequence of ints, got bools")
         # half the time of array("q", token_ids)
         packed = struct.pack(f"{len(token_ids)}q", *token_ids)
     except (TypeError, struct.error) as error:
