@@ -164,7 +164,8 @@ class Ledger:
             if sample.finish_reason not in (None, decision.reason):
                 continue  # aborted by a callback of this step
             sample.tokens[decision.start :] = decision.tokens
-            sample.logprobs[decision.start - len(sample.request.prompt_ids) :] = decision.logprobs
+            if decision.logprobs:
+                sample.logprobs[decision.start - len(sample.request.prompt_ids) :] = decision.logprobs
             if decision.random_state is not None:
                 sample.random_state = decision.random_state
             if decision.tokens:

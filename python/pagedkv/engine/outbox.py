@@ -55,9 +55,11 @@ class Outbox:
     def take(self, news: dict[Sample, int]) -> StepOutput:
         """What `step` gives out of these samples."""
         output = StepOutput()
+        add = output.tokens.append
         for sample, start in news.items():
             request = sample.request
-            output.tokens += [NewToken(request.id, sample.index, token) for token in sample.tokens[start:]]
+            for token in sample.tokens[start:]:
+                add(NewToken(request.id, sample.index, token))
             if sample.index in request.results:
                 output.finished.append(request.results[sample.index])
         return output

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..manager import KVCacheStats
 
 
-@dataclass(frozen=True, slots=True)
-class NewToken:
+class NewToken(NamedTuple):
     """One sampled token. text: what it adds, for `stream`; may be empty while a character is incomplete."""
 
     request_id: int

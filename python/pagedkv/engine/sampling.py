@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,9 +66,7 @@ def draw(decisions: Seq[Decision], logits: Tensor) -> None:
     Args:
         logits: [R, vocabulary] float32, one row per decision.
     """
-    tokens = _argmax(logits)  # NaN is the largest of any row that has one
-    best = logits.gather(1, tokens[:, None])[:, 0]
-    chosen = torch.where(best.isnan(), _NAN, tokens).tolist()
+    chosen = _likeliest(logits)
     groups: dict[Any, list[int]] = {}
     for row, decision in enumerate(decisions):
         settings = decision.sample.settings
@@ -96,9 +95,17 @@ def draw(decisions: Seq[Decision], logits: Tensor) -> None:
                 _take(decision, token, logits[row], count)
 
 
-def _argmax(logits: Tensor) -> Tensor:
-    """Of each row; on CPU by numpy: 0.16 ms for 16 rows of 49,152, torch's max takes 0.40 on two threads."""
-    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
+def _likeliest(logits: Tensor) -> list[int]:
+    """Of each row, or _NAN, which is the largest of any row that has one. On CPU by numpy: 0.16 ms for 16 rows of
+    49,152, where torch's max takes 0.40 on two threads."""
+    if logits.device.type == "cpu":
+        values = logits.numpy()
+        likeliest = values.argmax(-1)
+        likeliest[np.isnan(values[np.arange(len(values)), likeliest])] = _NAN
+        return likeliest.tolist()  # type: ignore[no-any-return]
+    tokens = logits.argmax(-1)
+    best = logits.gather(1, tokens[:, None])[:, 0]
+    return torch.where(best.isnan(), _NAN, tokens).tolist()
 
 
 def _pick(decisions: list[Decision], logits: Tensor) -> list[int]:
