@@ -9,6 +9,7 @@ import ctypes
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,20 @@ def missing_for_cuda() -> str | None:
     return None
 
 
-def _cuda_op(name: str, *args: Any, **kwargs: Any) -> Any:
+@functools.cache
+def _launcher(name: str) -> Callable[..., Any]:
     """Triton is imported at the first CUDA call: it costs 0.4 s and may be broken where nothing needs it."""
     missing = missing_for_cuda()
     if missing is not None:
         raise RuntimeError(f"{name}: no CUDA implementation: {missing}")
     from . import _triton
 
-    return getattr(_triton, name)(*args, **kwargs)
+    launcher: Callable[..., Any] = getattr(_triton, name)
+    return launcher
+
+
+def _cuda_op(name: str, *args: Any, **kwargs: Any) -> Any:
+    return _launcher(name)(*args, **kwargs)
 
 
 def _attach_cuda() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from pagedkv_ops._triton import attention, blocks, config, gathering, states, writing
 from pagedkv_ops._triton.launch import Launch, recording
 from pagedkv_ops._triton.tuned import TABLE
+from pagedkv_ops.arguments import Attention
 
 from .offline import Report, compile_launch, inspect
 
@@ -66,27 +67,27 @@ def _attend(
     """
     batch, num_tokens = (4, 8192) if kind == "prefill" else (64, 64)
     heads, num_kv_heads = (64, 1) if rich and kind != "prefill" else (32, 8)
-    options = {}
+    options, new = {}, None
     if kind == "append":
-        new = [_meta(num_tokens, num_kv_heads, head_size, dtype=dtype) for _ in range(2)]
-        options["new"] = (*new, _meta(num_tokens, dtype=torch.int64))
+        token = _meta(num_tokens, num_kv_heads, head_size, dtype=dtype)
+        new = (token, token, _meta(num_tokens, dtype=torch.int64))
     if rich:
         options |= {"softcap": 300.0 if far else 30.0, "alibi_slopes": _meta(heads), "sinks": _meta(heads)}
         num_splits = num_splits or 4
     caches = _caches(dtype, head_size, num_kv_heads)
     if far:
         caches = [cache.as_strided(cache.shape, (2**32, 2**28, head_size, 1)) for cache in caches]
-    attention._attend(
+    arguments = Attention(
         _meta(num_tokens, heads, head_size, dtype=dtype),
         *caches,
         _meta(batch, 512, dtype=torch.int32),
         _meta(batch, dtype=torch.int32),
         _meta(batch + 1, dtype=torch.int32) if kind == "prefill" or (rich and kind == "decode") else None,
-        with_lse=rich,
         num_splits=num_splits,
         window_left=window_left,
         **options,
     )
+    attention.attend(arguments, rich, new)
 
 
 def _write(dtype: torch.dtype) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .. import checks, value_checks
 from . import debug
-from .launch import launch
+from .launch import dense, empty, launch, part_of
+from .replay import replayed
 
 INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _POINTERS = 8  # caches per launch
@@ -74,27 +75,28 @@ def _of_three_dimensions(caches: Sequence[Tensor]) -> list[Tensor]:
     for cache in caches:
         if cache.numel() == 0:
             continue
-        cache = cache.view(INTEGER[cache.element_size()])
+        cache = part_of(cache, cache.view(INTEGER[cache.element_size()]))
         if len(_block_layout(cache)) > 3:
-            result += _of_three_dimensions(cache.unbind(1))
+            result += _of_three_dimensions([part_of(cache, part) for part in cache.unbind(1)])
         else:
             result.append(cache)
     return result
 
 
+@replayed
 def copy_blocks(caches: Sequence[Tensor], block_mapping: Tensor) -> None:
     checks.check_copy_blocks(caches, block_mapping)
     for i, cache in enumerate(caches):
         value_checks.check_places("copy_blocks", f"caches[{i}]", cache)
     num_blocks = min(cache.size(0) for cache in caches)
     debug.check_block_mapping("copy_blocks", block_mapping, num_blocks, num_blocks)
-    block_mapping = block_mapping.contiguous()
+    block_mapping = dense(block_mapping)
     groups: dict[object, list[Tensor]] = defaultdict(list)
     for cache in _of_three_dimensions(caches):
         groups[cache.dtype, cache.stride(0), _block_layout(cache)].append(cache)
     batches = [group[i : i + _POINTERS] for group in groups.values() for i in range(0, len(group), _POINTERS)]
     staged = [
-        batch[0].new_empty(len(batch), block_mapping.size(0), batch[0].numel() // batch[0].size(0)) for batch in batches
+        empty(batch[0], (len(batch), block_mapping.size(0), batch[0].numel() // batch[0].size(0))) for batch in batches
     ]
     for gather in (True, False):  # every source is read before any destination is written, aliases included
         for batch, buffer in zip(batches, staged, strict=True):

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..arguments import Attention
 from .tuned import TABLE
 
 MAX_POSITION = 2**30  # positions are int32 in the kernel, to which a window is added
@@ -72,13 +73,13 @@ def splits_of(programs: int, capacity: int, target: int) -> int:
     return max(1, min(triton.cdiv(target, max(programs, 1)), most))
 
 
-def plan(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, packed: bool, num_splits: int
-) -> Plan:
-    """Of one attention launch; ``num_splits`` 0 leaves the number of splits open."""
+def plan(a: Attention) -> Plan:
+    """Of one attention launch."""
+    query, key_cache, value_cache, num_splits = a.query, a.key_cache, a.value_cache, a.num_splits
+    packed = a.cu_seqlens_q is not None
     num_tokens, num_heads, head_size = query.shape
     _, block_size, num_kv_heads, v_head_size = value_cache.shape
-    batch, table_width = block_table.shape
+    batch, table_width = a.block_table.shape
     group = num_heads // num_kv_heads
     arch, num_sms = device(query)
     itemsize = torch.promote_types(query.dtype, key_cache.dtype).itemsize
@@ -114,11 +115,11 @@ def plan(
     return Plan((num_tiles, grid_heads, num_splits), capacity, num_splits, sizes, options)
 
 
-def check_head_size(op: str, query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
+def check_head_size(op: str, a: Attention) -> None:
     """Tiles hold whole heads in shared memory and registers."""
-    compute = torch.promote_types(query.dtype, key_cache.dtype)
+    compute = torch.promote_types(a.query.dtype, a.key_cache.dtype)
     most = 256 if compute == torch.float32 else 1024
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+    for name, cache in (("key_cache", a.key_cache), ("value_cache", a.value_cache)):
         if cache.size(3) > most:
             kind = f"with {str(compute).removeprefix('torch.')} products on CUDA"
             raise RuntimeError(f"{op}: {name}.size(3) must be at most {most} {kind}, got {cache.size(3)}")

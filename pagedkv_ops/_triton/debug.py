@@ -6,13 +6,13 @@ A graph under capture can not wait: there they are off, and the kernels skip wha
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import value_checks
 from ..arguments import Attention
+from . import launch
 
 
 def capturing() -> bool:
@@ -25,6 +25,7 @@ def enabled() -> bool:
 
 def check_write(op: str, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     value_checks.check_distinct_caches(op, key_cache, value_cache)  # reads no data: always
+    launch.compares(key_cache, value_cache)
     if not enabled():
         return
     value_checks.check_slots(op, slot_mapping, key_cache)
@@ -36,10 +37,9 @@ def check_write(op: str, key_cache: Tensor, value_cache: Tensor, slot_mapping: T
             )
 
 
-def check_attention(op: str, *args: Any, **options: Any) -> None:
-    """Takes what paged_attention takes."""
+def check_attention(op: str, attention: Attention) -> None:
     if enabled():
-        value_checks.check_attention_values(op, Attention(*args, **options))
+        value_checks.check_attention_values(op, attention)
 
 
 def check_gather(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int) -> None:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from .. import checks
 from . import debug
-from .launch import launch, width
+from .launch import dense, empty, launch, width
+from .replay import replayed
 
 _TILE_ELEMENTS = 4096
 
@@ -51,12 +52,13 @@ def gather_kernel(
     tl.store(out_ptr + target[:, None] + d_range[None, :], tokens, (position < max_len)[:, None] & d_mask)
 
 
+@replayed
 def gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int) -> Tensor:
     checks.check_gather_kv(cache, block_table, seq_lens, max_len)
     debug.check_gather(cache, block_table, seq_lens, max_len)
     num_blocks, block_size, num_heads, head_size = cache.shape
     batch, table_width = block_table.shape
-    out = cache.new_empty(batch, max_len, num_heads, head_size)
+    out = empty(cache, (batch, max_len, num_heads, head_size))
     block_d = width(head_size)
     block_n = max(1, _TILE_ELEMENTS // block_d)
     grid_positions = triton.cdiv(max_len, block_n)
@@ -66,7 +68,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int
         cache,
         cache,
         block_table,
-        seq_lens.contiguous(),
+        dense(seq_lens),
         out,
         *cache.stride()[:3],
         *block_table.stride(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat1
 # Triton 3.10 changes its default; the compile report and the equal bits of num_splits=1 were looked at with fusion
 OPTIONS = {"enable_fp_fusion": True}
 
+INTERPRETED = triton.knobs.runtime.interpret
+
 
 class Launch(NamedTuple):
     kernel: Any
@@ -25,6 +28,7 @@ class Launch(NamedTuple):
 
 
 _recorded: list[Launch] | None = None
+_running = threading.local()  # ``trace``: of the call that this thread makes, see ``replay``
 
 
 @contextmanager
@@ -38,10 +42,29 @@ def recording() -> Iterator[list[Launch]]:
         _recorded = None
 
 
+def is_recording() -> bool:
+    return _recorded is not None
+
+
+@contextmanager
+def tracing(trace: Any) -> Iterator[None]:
+    _running.trace = trace
+    try:
+        yield
+    finally:
+        _running.trace = None
+
+
+def _trace() -> Any:
+    return getattr(_running, "trace", None)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *args: Any, **meta: Any) -> None:
     """Start ``kernel`` on the device of ``like``; an empty grid is no work.
 
-    Grid and arguments must come from shapes and strides: a captured CUDA graph replays them for other lengths.
+    Grid and arguments must come from shapes and strides: a captured CUDA graph replays them for other lengths, and
+    ``replay`` starts them again for other tensors. What they point to are arguments of the op, or made by the functions
+    below; in a tuple pointers come first.
     """
     if 0 in grid:
         return
@@ -50,13 +73,55 @@ def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *args: Any, **meta:
         _recorded.append(Launch(kernel, grid, args, meta))
         return
     with torch.cuda.device_of(like):
-        kernel[grid](*args, **meta)
+        compiled = kernel[grid](*args, **meta)
+    if (trace := _trace()) is not None:
+        trace.launched(compiled, Launch(kernel, grid, args, meta))
+
+
+def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    """A result, or scratch, on the device of ``like``, in its type if none is given."""
+    made = like.new_empty(shape, dtype=dtype)
+    if (trace := _trace()) is not None:
+        trace.made(made, like, tuple(shape), made.dtype)
+    return made
+
+
+def dense(tensor: Tensor) -> Tensor:
+    made = tensor.contiguous()
+    if made is not tensor and (trace := _trace()) is not None:
+        trace.made(made, tensor)
+    return made
+
+
+def part_of(tensor: Tensor, view: Tensor) -> Tensor:
+    """The view, at a place in the tensor that follows from shapes and strides."""
+    if (trace := _trace()) is not None:
+        trace.made(view, tensor, None, None, view.data_ptr() - tensor.data_ptr())
+    return view
+
+
+def compares(a: Tensor, b: Tensor) -> None:
+    """Note that where the two lie in memory decides what a call does."""
+    if (trace := _trace()) is not None:
+        trace.compared(a, b)
+
+
+def reach(tensor: Tensor) -> int:
+    """Bytes from its first element to its end."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
 def apart(tensor: Tensor, *written: Tensor) -> Tensor:
     """The tensor, or a copy where it may lie in what a launch writes: its programs run in any order."""
-    storage = tensor.untyped_storage()._cdata
-    return tensor.clone() if any(cache.untyped_storage()._cdata == storage for cache in written) else tensor
+    result = tensor
+    for cache in written:
+        compares(tensor, cache)
+        distance = cache.storage_offset() * cache.element_size() - tensor.storage_offset() * tensor.element_size()
+        same = tensor.untyped_storage()._cdata == cache.untyped_storage()._cdata
+        if same and -reach(cache) < distance < reach(tensor):
+            result = tensor.clone()
+    return result
 
 
 def width(size: int) -> int:

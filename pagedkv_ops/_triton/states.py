@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .. import checks
 from .attention_tile import LN2, LOG2E
-from .launch import head_blocks, launch, width
+from .launch import empty, head_blocks, launch, width
+from .replay import replayed
 
 
 @triton.jit
@@ -68,11 +69,12 @@ def merge_kernel(
     tl.store(out_ptr + head[:, None] * DV + dv_range[None, :], out.to(out_ptr.dtype.element_ty), mask)
 
 
+@replayed
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     checks.check_merge_states(out_a, lse_a, out_b, lse_b)
     num_tokens, num_heads, v_head_size = out_a.shape
-    out = out_a.new_empty(out_a.shape)
-    lse = out_a.new_empty(lse_a.shape, dtype=torch.float32)
+    out = empty(out_a, out_a.shape)
+    lse = empty(out_a, lse_a.shape, torch.float32)
     heads, grid_heads = head_blocks(num_heads, v_head_size)
     launch(
         merge_kernel,

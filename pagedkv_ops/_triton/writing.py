@@ -8,7 +8,8 @@ from torch import Tensor
 
 from .. import checks
 from . import debug
-from .launch import apart, head_blocks, launch, width
+from .launch import apart, dense, head_blocks, launch, width
+from .replay import replayed
 
 
 @triton.jit
@@ -78,7 +79,7 @@ def store(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, sl
         value,
         key_cache,
         value_cache,
-        slot_mapping.contiguous(),
+        dense(slot_mapping),
         *key.stride()[:2],
         *value.stride()[:2],
         *key_cache.stride()[:3],
@@ -95,6 +96,7 @@ def store(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, sl
     )
 
 
+@replayed
 def write_kv(
     key: Tensor,
     value: Tensor,
