@@ -7,6 +7,7 @@ import io
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pagedkv
 from pagedkv.errors import InvalidArgumentError
@@ -121,18 +122,37 @@ def test_padding_rows_change_nothing(llama, make_engine):
     assert [result.token_ids for result in exact] == [result.token_ids for result in padded]
 
 
+class _Calls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "pagedkv":
+            self.names.append(function._schema.name)
+        return function(*args, **kwargs or {})
+
+
+def test_a_layer_is_one_append_in_prompts_and_decode(llama, make_engine):
+    engine = make_engine(llama)
+    engine.add_request([1, 2, 3], max_new_tokens=3)
+    for _ in range(2):
+        with _Calls() as calls:
+            engine.step()
+        assert calls.names == ["pagedkv::paged_attention_append"] * llama.config.num_hidden_layers
+
+
 def test_the_graph_holds_no_clone_of_a_cache(llama, make_engine):
     engine = make_engine(llama, max_num_seqs=2)
     runner = engine.runner
-    layer = runner._state.layers[0]
+    layer = runner.cache.paged[0]
     inputs = runner._inputs[2]
     runner._warm_up(inputs)
 
     def step(ids, positions):
-        return runner._call(ids, positions, None)
+        return runner._call(ids, positions, None, inputs.indices)
 
     with torch.no_grad(), runner.patch.attention():
-        runner._enter(inputs)
         assert_no_cache_clone(step, inputs.ids, inputs.positions, caches=[layer.key_cache, layer.value_cache])
 
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import (
     Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -121,10 +123,22 @@ def _gpt2():
     return GPT2LMHeadModel(config).eval()
 
 
+def _gemma3n():
+    """Its last two layers attend over the keys of earlier ones."""
+    torch.manual_seed(0)
+    config = Gemma3nTextConfig(
+        vocab_size=101, vocab_size_per_layer_input=101, hidden_size=32, hidden_size_per_layer_input=8,
+        intermediate_size=48, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        sliding_window=7, initializer_range=0.3, eos_token_id=None, num_kv_shared_layers=2, max_position_embeddings=512,
+        layer_types=["sliding_attention", "full_attention"] * 2, activation_sparsity_pattern=[0.0] * 4, laurel_rank=4,
+    )  # fmt: skip
+    return Gemma3nForCausalLM(config).eval()
+
+
 @pytest.mark.parametrize(
     ("build", "num_blocks"),
-    [(_mistral, 16), (_gemma3, 40), (_gpt2, 30)],
-    ids=["windowed", "two groups", "learned positions"],
+    [(_mistral, 16), (_gemma3, 40), (_gemma3n, 40), (_gpt2, 30)],
+    ids=["windowed", "two groups", "shared keys", "learned positions"],
 )
 def test_other_families(make_engine, build, num_blocks):
     model = build()
@@ -149,5 +163,5 @@ def test_blocks_may_hold_another_float_type(llama, make_engine):
     engine = make_engine(llama, kv_dtype=torch.bfloat16)
     results = engine.generate(prompts(4, 5, 20), max_new_tokens=8)
     assert all(len(result.token_ids) == 8 and result.error is None for result in results)
-    cache = engine.runner._state.layers[0].key_cache
+    cache = engine.runner.cache.paged[0].key_cache
     assert cache.dtype == torch.bfloat16

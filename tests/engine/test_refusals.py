@@ -54,6 +54,11 @@ class NoPositions(LlamaForCausalLM):
         return super().forward(input_ids, attention_mask=attention_mask, cache=cache, use_cache=use_cache)
 
 
+class NoFurtherArguments(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, cache=None, use_cache=None):
+        return super().forward(input_ids, attention_mask, position_ids, cache, use_cache=use_cache)
+
+
 def _encoder_decoder():
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -70,11 +75,14 @@ def _encoder_decoder():
         (_dynamic_rope, "rotary embedding depends on the longest row"),
         (lambda: PositionsFromTheMask(build_llama().config).eval(), "differ from its own"),
         (lambda: NoPositions(build_llama().config).eval(), "no argument position_ids"),
+        (lambda: NoFurtherArguments(build_llama().config).eval(), "no arguments for its attention"),
+        (lambda: _model("stablelm"), "its attention is not given arguments of its forward"),
         (lambda: _model("bloom", n_head=4, n_layer=1), "position_ids"),
         (lambda: _model("mamba"), "can not be served"),
         (_encoder_decoder, "encoder-decoder"),
     ],
-    ids=["hybrid", "convolutional", "dynamic rope", "positions ignored", "no positions", "bloom", "mamba", "t5"],
+    ids=["hybrid", "convolutional", "dynamic rope", "positions ignored", "no positions", "no kwargs", "kwargs dropped",
+         "bloom", "mamba", "t5"],
 )  # fmt: skip
 def test_refused_by_name(build, reason):
     model = build()

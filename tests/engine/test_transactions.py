@@ -129,11 +129,11 @@ class _Memory:
     """
 
     def __init__(self, runner):
-        self.keys = runner._state.layers[0].key_cache[:, :, 0, 0].numpy()  # [N, S]
+        self.keys = runner.cache.paged[0].key_cache[:, :, 0, 0].numpy()  # [N, S]
         self.choices = torch.randn(997, 101, generator=torch.Generator().manual_seed(1))
 
     def __call__(self, inputs):
-        slots, table, lengths, offsets = (x if x is None else x.tolist() for x in inputs.groups[0])
+        slots, table, lengths, offsets = (x and x[0].tolist() for x in inputs.indices.values())
         size, ids = self.keys.shape[1], inputs.ids[0].tolist()
         for slot, token in zip(slots, ids, strict=True):
             if slot >= 0:

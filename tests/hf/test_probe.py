@@ -8,7 +8,7 @@ from models import tiny
 
 import pagedkv
 import pagedkv_ops
-from pagedkv.hf import UnsupportedModelError, attention
+from pagedkv.hf import UnsupportedModelError
 
 KINDS = {
     "float32": lambda model: model,
@@ -29,6 +29,10 @@ FAULTS = {
 }
 
 
+def _with(op, change):
+    return lambda *args, **kwargs: op(*args, **{**kwargs, **change})
+
+
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
 @pytest.mark.parametrize("serve", SERVE)
 @pytest.mark.parametrize("kind", KINDS)
@@ -39,12 +43,8 @@ def test_rounding_passes_and_a_wrong_attention_does_not(fault, kind, serve, monk
     assert SERVE[serve](model)
     pagedkv.unpatch(model)
 
-    class Faulty:
-        @staticmethod
-        def paged_attention(*args, **kwargs):
-            return pagedkv_ops.paged_attention(*args, **{**kwargs, **change})
-
-    monkeypatch.setattr(attention, "pagedkv_ops", Faulty)
+    for name in ("paged_attention", "paged_attention_append"):
+        monkeypatch.setattr(pagedkv_ops, name, _with(getattr(pagedkv_ops, name), change))
     if serve == "patch":  # the model's own attention over gathered keys is left then
         assert not SERVE[serve](model)
     else:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,49 +12,11 @@ from torch import Tensor
 from ..block_table import BlockTable
 from ..errors import InvalidArgumentError
 from ..hf.kv_pool import Pool
+from ..hf.layers import INDICES
 from ..hf.sizing import total_memory
-from ..hf.state import Asked, PagedState
-from ..hf.step import Step
 from .batch import Batch
 
 _MIN_ROOM = 4  # tokens of the buffers: T and L are traced as 4 and 2, as equal sizes would count as one size
-
-
-class PackedStep(Step):
-    """A step as long as its slots: a traced forward takes its length from a tensor's shape, not from a number."""
-
-    @property
-    def query_length(self) -> int:  # type: ignore[override]
-        return self.slot_mapping.shape[0]
-
-
-class PackedState(PagedState):
-    """The state of a cache whose forwards are one row of many sequences; the runner fills the steps itself."""
-
-    def __init__(self, pool: Pool, layers: Sequence[Any], steps: dict[tuple[int, torch.device], PackedStep]) -> None:
-        self.steps = steps
-        super().__init__(pool, layers)
-
-    @property
-    def query_length(self) -> int:
-        return next(iter(self.steps.values())).query_length
-
-    @query_length.setter
-    def query_length(self, value: int) -> None: ...  # the base class begins with a number
-
-    forward_length = query_length
-
-    def step(self, group: int, device: torch.device) -> Step:
-        if (group, device) not in self.steps:
-            raise NotImplementedError(f"its layers are on several devices ({device} and others)")
-        return self.steps[group, device]
-
-    def ask(self, asked: Asked) -> None:
-        self.plan(asked.mask, *asked.size, asked.dense)
-
-    def plan(self, attention_mask: Tensor | None, batch: int, query_length: int, dense: bool = False) -> None:
-        if dense or batch != 1 or query_length != self.query_length:
-            raise NotImplementedError("its attention is more than causal and windowed, or does not follow position_ids")
 
 
 @dataclass(slots=True)
@@ -64,13 +24,13 @@ class Inputs:
     """Views of the static buffers, for one forward of T tokens.
 
     Attributes:
-        groups: per group of layers slot_mapping [T], block_table [B, W], seq_lens [B], and cu_seqlens_q [B+1], which is
-            None where every sequence has one token.
+        indices: for the attention of every layer, a tensor for each group of layers: slot_mapping [T], block_table
+            [B, W], seq_lens [B], and cu_seqlens_q [B+1], which is None where every sequence has one token.
         ids, positions: [1, T].
         logits_at: [L] tokens whose logits are wanted; None: all.
     """
 
-    groups: list[tuple[Tensor, Tensor, Tensor, Tensor | None]]
+    indices: dict[str, tuple[Tensor, ...] | None]
     ids: Tensor
     positions: Tensor
     logits_at: Tensor | None
@@ -78,8 +38,8 @@ class Inputs:
     def mark_dynamic(self) -> None:
         """Lets T and L (and B, where it is T) be of any size from 2 on in what is traced next."""
         marks = [(self.ids, 1), (self.positions, 1), (self.logits_at, 0)]
-        for slots, table, lengths, offsets in self.groups:
-            marks += [(slots, 0)] + ([(table, 0), (lengths, 0)] if offsets is None else [])
+        names = INDICES[:1] if self.indices["cu_seqlens_q"] else INDICES[:3]
+        marks += [(tensor, 0) for name in names for tensor in self.indices[name] or ()]
         for tensor, dim in marks:
             if tensor is not None:
                 torch._dynamo.mark_dynamic(tensor, dim)
@@ -108,15 +68,15 @@ class Buffers:
 
     def views(self, total: int, num_seqs: int | None, logits_at: Tensor | None = None, decode: bool = True) -> Inputs:
         """`total` tokens of `num_seqs` rows, one each in decode; None: of any rows of the whole tables."""
-        groups: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
-        for table in self.tables:
-            tensors = table.tensors
-            rows = table.max_num_seqs if num_seqs is None else num_seqs
-            offsets = None if decode and num_seqs is not None else tensors["cu_seqlens_q"][: rows + 1]
-            block_table, seq_lens = tensors["block_table"][:rows], tensors["seq_lens"][:rows]
-            groups.append((tensors["slot_mapping"][:total], block_table, seq_lens, offsets))
+        rows = self.tables[0].max_num_seqs if num_seqs is None else num_seqs
+        sizes = dict(zip(INDICES, (total, rows, rows, rows + 1), strict=True))
+        indices: dict[str, tuple[Tensor, ...] | None] = {
+            name: tuple(table.tensors[name][:size] for table in self.tables) for name, size in sizes.items()
+        }
+        if decode and num_seqs is not None:
+            indices["cu_seqlens_q"] = None
         ids, positions = self._device_tokens[:, None, :total]  # [1, T] each
-        return Inputs(groups, ids, positions, logits_at)
+        return Inputs(indices, ids, positions, logits_at)
 
     def clear(self) -> None:
         """Nothing but padding."""

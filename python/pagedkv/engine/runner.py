@@ -1,6 +1,6 @@
 """Runs a transformers model over a packed batch: the tokens of many sequences in one row, from static buffers.
 
-A forward gets input ids and positions [1, T], and each attention layer the block table, slots and lengths of its group.
+A forward gets input ids and positions [1, T], and what its attention layers read of the block tables (`INDICES`).
 Forwards of one token per sequence are padded to a few batch sizes (buckets), so that captured CUDA graphs exist before
 the first request comes; padding is a sequence of length 0, or a token whose slot is -1. Compiled code serves any T: on
 CPU one graph is every forward.
@@ -23,16 +23,16 @@ from transformers.masking_utils import create_masks_for_generate
 from ..hf.cache import PagedCache
 from ..hf.handle import Patch
 from ..hf.kv_pool import Pool, sized
-from ..hf.layers import PAGED
 from ..hf.probe import Probe, checked_attention
 from ..hf.reuse import dependence
 from ..hf.support import UnsupportedModelError, check_model, evaluation, refuse
 from ..hf.tags import TAG
 from ..tensor_parallel import agreed_blocks, mesh_of
 from .batch import Batch
-from .buffers import Buffers, Inputs, PackedState, PackedStep
+from .buffers import Buffers, Inputs
 from .compiling import compiled
 from .config import EngineConfig
+from .packed import PackedCache
 from .progress import track
 
 _PROBE_BLOCKS, _PROBE_BLOCK_SIZE = 16, 4
@@ -40,7 +40,7 @@ _PROBE_CHUNK = 3  # prompts of 6 and 4 tokens come in two forwards, over one blo
 _TRACED_TOKENS = 16  # kernels are chosen for so many: decode of few sequences is what waits for the weights
 _MIN_TOKENS = 2  # of a compiled forward: Dynamo takes sizes of 1 for constants
 
-Forward = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Forward = Callable[[Tensor, Tensor, Tensor | None, dict[str, Any]], Tensor]
 
 
 class Runner:
@@ -89,6 +89,8 @@ class Runner:
         for name in ("position_ids", "attention_mask", self.patch.cache_name):
             if name not in parameters:
                 raise refuse(self.model, f"its forward has no argument {name}")
+        if not any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+            raise refuse(self.model, "its forward takes no arguments for its attention layers")
         if not self.patch.switches:
             raise refuse(self.model, "its attention does not look its function up by config._attn_implementation")
         return "logits_to_keep" in parameters
@@ -127,12 +129,7 @@ class Runner:
         )
         self._buffers = Buffers(self.pool, config.max_num_seqs, config.max_num_batched_tokens, self.device)
         self.tables = self._buffers.tables
-        self._steps = {(group, self.device): PackedStep() for group in range(len(self.tables))}
-        self._state = PackedState(self.pool, cache.state.layers, self._steps)
-        cache._bind(self._state)
-        for layer in self._state.layers:
-            layer.mode = PAGED
-        self._cache = cache
+        self.cache = PackedCache(cache, self.pool, self.device)
         self._bind_decode(config.buckets)
 
     def _bind_decode(self, buckets: Sequence[int] | None) -> None:
@@ -145,12 +142,11 @@ class Runner:
             else:
                 self._inputs[size] = self._buffers.views(size, size)
         self._sizes = sorted(self._inputs)
-        self._enter(self._inputs[self._sizes[0]])
 
     def _model_call(self, keeps_logits: bool) -> Forward:
-        def forward(ids: Tensor, positions: Tensor, logits_at: Tensor | None) -> Tensor:
+        def forward(ids: Tensor, positions: Tensor, logits_at: Tensor | None, indices: dict[str, Any]) -> Tensor:
             """[1, T] ids and positions -> [L, vocabulary] float32."""
-            arguments: dict[str, Any] = {"attention_mask": self._masks, self.patch.cache_name: self._cache}
+            arguments = {"attention_mask": self._masks, self.patch.cache_name: self.cache, **indices}
             if keeps_logits and logits_at is not None:
                 arguments["logits_to_keep"] = logits_at
             output = torch.nn.Module.__call__(
@@ -164,9 +160,8 @@ class Runner:
     def _make_masks(self) -> Any:
         """The model's masks; they are markers that hold for every forward, so they are made once."""
         embeds = torch.empty((1, 1, 1), device=self.device, dtype=self.model.dtype)
-        self._enter(self._buffers.views(1, 1))
         with self.patch.attention():
-            masks = create_masks_for_generate(self.model.config, embeds, None, self._cache)
+            masks = create_masks_for_generate(self.model.config, embeds, None, self.cache)
         for mask in masks.values() if isinstance(masks, dict) else [masks]:
             if getattr(mask, TAG, None) is None:
                 raise refuse(self.model, "its attention mask is more than causal and windowed")
@@ -177,7 +172,7 @@ class Runner:
         model, dtype = self.model, self.pool.kv_dtype
         probe = Probe(model, functools.partial(type(model).generate, model), self.patch.cache_name, dtype)
         try:
-            with checked_attention(model, self._state):
+            with checked_attention(model, self.cache.paged):
                 for step, logits in enumerate(self._run_probe(probe)):
                     probe.check(step, logits, "in a packed batch")
         except NotImplementedError as error:
@@ -291,15 +286,7 @@ class Runner:
         with self.patch.attention():
             return self._forward(self._inputs[size])
 
-    def _enter(self, inputs: Inputs) -> None:
-        """Lets every layer read these inputs."""
-        for step, views in zip(self._steps.values(), inputs.groups, strict=True):
-            step.slot_mapping, step.block_table, step.seq_lens, step.cu_seqlens_q = views
-        for layer in self._state.layers:
-            layer.done = False
-
     def _forward(self, inputs: Inputs) -> Tensor:
-        self._enter(inputs)
         is_compiled = self._compiled is not None and (self._is_one_graph or inputs.logits_at is None)
         call = self._compiled if is_compiled else self._call
-        return call(inputs.ids, inputs.positions, inputs.logits_at)  # type: ignore[misc]
+        return call(inputs.ids, inputs.positions, inputs.logits_at, inputs.indices)  # type: ignore[misc]

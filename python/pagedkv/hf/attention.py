@@ -13,9 +13,7 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import pagedkv_ops
-
-from .layers import PAGED, UNDECIDED, PagedLayer
+from .layers import INDICES, PAGED, UNDECIDED
 from .state import Asked, PagedState
 from .tags import TAG, MaskTag
 from .tracing import untraced
@@ -149,9 +147,12 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention interface. query: [B, Hq, L, D]; key and value as the cache returned them.
 
+    kwargs: those of the forward, among them what an engine's layers read (:data:`INDICES`).
+
     Returns:
         [B, L, Hq, Dv], and the weights where the model's own attention gives them.
     """
+    indices = {name: kwargs.pop(name) for name in INDICES if name in kwargs}
     layer: Any = getattr(key, TAG, None)
     mask = _mask_tag(attention_mask)
     untouched = layer is not None and mask is not None and getattr(value, TAG, None) is layer
@@ -164,7 +165,8 @@ def paged_attention(
             raise NotImplementedError(
                 f"pagedkv: a mask of window {window} over a cache of window {layer.sliding_window}"
             )
-        return _paged(layer, query, scaling, softcap, s_aux, -1 if window is None else window - 1), None
+        options = {"scale": scaling, "window_left": -1 if window is None else window - 1, "softcap": softcap or 0.0}
+        return layer.attend(query, key, value, indices, sinks=s_aux, **options), None
     if layer is not None and layer.mode == PAGED:
         raise NotImplementedError(
             f"pagedkv: {type(module).__name__} was served from blocks and now asks for attention that they do not "
@@ -182,43 +184,6 @@ def _mask_tag(mask: Tensor | None) -> MaskTag | None:
     if tag is None and mask is not None and mask.shape == (1, 1, 1, 1) and mask._base is not None:
         tag = getattr(mask._base, TAG, None)
     return tag
-
-
-def _paged(
-    layer: PagedLayer,
-    query: Tensor,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    window_left: int,
-) -> Tensor:
-    step = layer.step
-    assert step is not None
-    batch, num_heads, length, _ = query.shape
-    packed = query.transpose(1, 2).flatten(0, 1)  # [B*L, Hq, D]
-    cu_seqlens_q = step.cu_seqlens_q
-    if length != step.query_length:
-        # a layer that reuses another's keys may ask for the last columns only
-        if step.order is not None:
-            raise NotImplementedError("pagedkv: fewer queries than keys with padding inside or behind rows")
-        cu_seqlens_q = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
-    elif step.order is not None:
-        packed = packed.index_select(0, step.order)
-    out = pagedkv_ops.paged_attention(
-        packed,
-        layer.key_cache,
-        layer.value_cache,
-        step.block_table,
-        step.seq_lens,
-        cu_seqlens_q,
-        scale=scaling,
-        window_left=window_left,
-        softcap=softcap or 0.0,
-        sinks=sinks,
-    )  # [B*L, Hq, Dv]
-    if step.inverse is not None:
-        out = out.index_select(0, step.inverse)
-    return out.view(batch, length, num_heads, -1)
 
 
 def _dense(module: torch.nn.Module, *tensors: Tensor | None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

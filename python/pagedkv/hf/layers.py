@@ -17,6 +17,8 @@ from .tags import TAG
 from .tracing import untraced
 
 UNDECIDED, PAGED, GATHERED = "undecided", "paged", "gathered"
+# keyword arguments of a packed forward: a tensor per group of layers each
+INDICES = ("slot_mapping", "block_table", "seq_lens", "cu_seqlens_q")
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -84,6 +86,32 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         setattr(key_states, TAG, self)
         setattr(value_states, TAG, self)
         return key_states, value_states
+
+    def reads(self, indices: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Block table [S, W], lengths [S] and query offsets [S+1] of a forward with these arguments."""
+        assert self.step is not None
+        return self.step.block_table, self.step.seq_lens, self.step.cu_seqlens_q
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, indices: dict[str, Any], **options: Any) -> Tensor:
+        """[B, L, Hq, Dv] of [B, Hq, L, D] queries over the blocks."""
+        step = self.step
+        assert step is not None
+        batch, num_heads, length, _ = query.shape
+        packed = query.transpose(1, 2).flatten(0, 1)  # [B*L, Hq, D]
+        table, lengths, offsets = self.reads(indices)
+        if length != step.query_length:
+            # a layer that reuses another's keys may ask for the last columns only
+            if step.order is not None:
+                raise NotImplementedError("pagedkv: fewer queries than keys with padding inside or behind rows")
+            offsets = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
+        elif step.order is not None:
+            packed = packed.index_select(0, step.order)
+        out = pagedkv_ops.paged_attention(
+            packed, self.key_cache, self.value_cache, table, lengths, offsets, **options
+        )  # [B*L, Hq, Dv]
+        if step.inverse is not None:
+            out = out.index_select(0, step.inverse)
+        return out.view(batch, length, num_heads, -1)
 
     def _gather(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Dense [B, Hkv, columns, D] keys and values, zero in padding; of all columns, or as many as a sliding layer of

@@ -135,7 +135,7 @@ def _probe(model: PreTrainedModel, handle: Patch) -> None:
 def _probe_paged(model: PreTrainedModel, handle: Patch, probe: Probe) -> None:
     cache = handle.new_cache(model)
     try:
-        with checked_attention(model, cache.state):
+        with checked_attention(model, cache.state.layers):
             paged = probe.run(model.generate, cache)
     except support.UnsupportedModelError:
         raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import pagedkv_ops
 
 from .attention import NAME, paged_attention
-from .layers import PAGED, PagedLayer
-from .state import PagedState
+from .layers import INDICES, PAGED, PagedLayer
 from .support import refuse
 from .tags import TAG
 
@@ -124,8 +123,8 @@ def relative_difference(expected: Tensor, got: Tensor) -> float:
 
 
 @contextmanager
-def checked_attention(model: PreTrainedModel, state: PagedState) -> Iterator[None]:
-    """Within it decode steps of one cache compare each layer's output with the model's own attention.
+def checked_attention(model: PreTrainedModel, layers: Sequence[Any]) -> Iterator[None]:
+    """Within it decode steps of these layers of a cache compare each layer's output with the model's own attention.
 
     It sees what logits cannot show where rounding moves them by more than a wrong scale or softcap does: in 16 bits,
     and with activations in 8 bits.
@@ -136,10 +135,14 @@ def checked_attention(model: PreTrainedModel, state: PagedState) -> Iterator[Non
 
     def attend(module: torch.nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
         output = paged_attention(module, query, key, *args, **kwargs)
-        layer = getattr(key, TAG, None)
-        if layer is not None and layer.state is state and layer.mode == PAGED and layer.step.cu_seqlens_q is None:
-            expected = _own_attention(module, layer, query, **kwargs)
-            got = output[0].flatten(0, 1)[layer.step.seq_lens > 0]  # [S, Hq, Dv]
+        layer: Any = getattr(key, TAG, None)
+        if not any(layer is known for known in layers) or layer.mode != PAGED:
+            return output
+        indices = {name: kwargs.pop(name) for name in INDICES if name in kwargs}
+        table, lengths, offsets = layer.reads(indices)
+        if offsets is None:
+            expected = _own_attention(module, layer, query, table, lengths, **kwargs)
+            got = output[0].flatten(0, 1)[lengths > 0]  # [S, Hq, Dv]
             difference = 0.0 if expected is None else relative_difference(expected, got)
             if not difference <= max(_LEAST, torch.finfo(query.dtype).eps):  # measured: a quarter of it in 16 bits
                 text = f"over blocks differs from its own attention by {difference:.1e} (relative)"
@@ -153,18 +156,17 @@ def checked_attention(model: PreTrainedModel, state: PagedState) -> Iterator[Non
         ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
 
 
-def _own_attention(module: torch.nn.Module, layer: PagedLayer, query: Tensor, **kwargs: Any) -> Tensor | None:
+def _own_attention(
+    module: torch.nn.Module, layer: PagedLayer, query: Tensor, table: Tensor, lengths: Tensor, **kwargs: Any
+) -> Tensor | None:
     """[S, Hq, Dv] of the last token of each row in float32, by the model's own function; None: it has none."""
     attend = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    step = layer.step
-    assert step is not None
-    lengths = step.seq_lens
     columns = torch.arange(int(lengths.max()), device=lengths.device)
     first = 0 if layer.sliding_window is None else lengths[:, None] - layer.sliding_window
     seen = (columns < lengths[:, None]) & (columns >= first)  # [S, columns]
     mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[:, None, None]
     keys, values = (
-        pagedkv_ops.gather_kv(cache, step.block_table, lengths, len(columns)).float().transpose(1, 2)
+        pagedkv_ops.gather_kv(cache, table, lengths, len(columns)).float().transpose(1, 2)
         for cache in (layer.key_cache, layer.value_cache)
     )  # [S, Hkv, columns, D]
     queries = query.transpose(1, 2).flatten(0, 1)[:, :, None].float()  # [S, Hq, 1, D]
