@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
-from pagedkv_ops._triton import append_kernel, attention_kernel, blocks, gathering, splits, states, writing
+from pagedkv_ops._triton import append_kernel, attention_kernel, blocks, gathering, shares, splits, states, writing
 
 
 class Started(NamedTuple):
@@ -92,7 +92,7 @@ def _flat(values: Any) -> Iterator[Any]:
 
 
 def _kernels() -> list[Any]:
-    modules = (append_kernel, attention_kernel, blocks, gathering, splits, states, writing)
+    modules = (append_kernel, attention_kernel, blocks, gathering, shares, splits, states, writing)
     return [value for module in modules for value in vars(module).values() if isinstance(value, triton.JITFunction)]
 
 

@@ -25,7 +25,7 @@ _POINTEES = {
     "int32": "i32",
     "int64": "i64",
 }
-_OPTIONS = ("num_warps", "num_stages", *OPTIONS)
+_OPTIONS = ("num_warps", "num_stages", "launch_pdl", *OPTIONS)
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 

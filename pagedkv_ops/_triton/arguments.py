@@ -56,6 +56,11 @@ class Spec(NamedTuple):
     SERIES: bool  # for a large softcap
     ALIBI: bool
     SPLIT: bool
+    ROWS: int  # which sequences, see ``shares``
+    SHARES: int  # 0, or a power of two that the batch fits in, whose keys the programs share
+    MIN_TILES: int  # of keys in a share
+    MAX_SPLITS: int  # of a sequence
+    DEPENDENT: bool  # the launch that follows may start early, and waits itself
     ONE_LOOP: bool  # same instructions for every key tile: bits do not depend on how rows are cut into tiles
     # a large float32 query does not fit in registers beside the rest: its rows are read from shared memory per tile
     RELOAD: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..arguments import Attention
 from . import config, debug, writing
 from .arguments import Cache, New, Spec, Table, Tokens
 from .attention_kernel import attention_kernel
-from .launch import TL_DTYPES, apart, dense, empty, launch, part_of
+from .launch import TL_DTYPES, apart, compiled_for, dense, empty, launch, part_of
 from .replay import replayed
 from .splits import combine
 
@@ -29,38 +30,61 @@ _WIDEST_FUSED = 512  # wider heads would spill registers
 def attend(a: Attention, with_lse: bool = False, new: tuple[Tensor, Tensor, Tensor] | None = None) -> tuple[Any, Any]:
     """(out, lse or None) of checked arguments; ``new``: key, value and slot_mapping that the launch writes too."""
     num_tokens, num_heads, _ = a.query.shape
-    v_head_size = a.value_cache.size(3)
-    out = empty(a.query, (num_tokens, num_heads, v_head_size))
+    out = empty(a.query, (num_tokens, num_heads, a.value_cache.size(3)))
     lse = empty(a.query, (num_tokens, num_heads), torch.float32) if with_lse else None
     if a.query.numel() == 0:
         return out, lse
-    plan = config.plan(a)
-    part, part_lse = out, lse
-    if plan.num_splits > 1:
-        part, part_lse = _scratch(a.query, num_tokens, num_heads, plan.num_splits, v_head_size)
-    _launch(plan, a, part, part_lse, new)
-    if plan.num_splits > 1:
-        combine(part, part_lse, out, lse)
+    vectors = ("seq_lens", "cu_seqlens_q", "alibi_slopes", "sinks")
+    a = dataclasses.replace(a, **{name: None if (v := getattr(a, name)) is None else dense(v) for name in vectors})
+    for plan in config.plans(a):
+        plan = config.with_programs(plan, _resident(plan, a, out, lse, new))
+        parts = (out, lse, None)
+        if plan.sizes["SPLIT"]:
+            parts = _scratch(plan, a.query, out.size(2), a.seq_lens.size(0))
+        args, meta = _arguments(plan, a, parts, new)
+        launch(attention_kernel, plan.grid, a.query, *args, **meta)
+        if plan.sizes["SPLIT"]:
+            combine(plan, parts, out, lse, a.cu_seqlens_q)
     return out, lse
 
 
-def _scratch(query: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
-    """float32 [*shape] and [*shape[:-1]] of one allocation, both at multiples of 16 bytes."""
-    size = triton.cdiv(math.prod(shape), 4) * 4
-    scratch = empty(query, (size + math.prod(shape[:-1]),), torch.float32)
-    part = part_of(scratch, scratch.narrow(0, 0, math.prod(shape)).view(shape))
-    return part, part_of(scratch, scratch.narrow(0, size, math.prod(shape[:-1])).view(shape[:-1]))
+def _resident(plan: config.Plan, a: Attention, out: Tensor, lse: Tensor | None, new: Any) -> int:
+    """Programs that the device runs at once, by the registers and shared memory of the compiled kernel."""
+    arch, num_sms = config.device(a.query)
+    parts = (out, lse, None)
+    if plan.sizes["SHARES"]:  # of the types that the launch will have
+        parts = (out.new_empty(4, dtype=torch.float32),) * 2 + (out.new_empty(4, dtype=torch.int32),)
+    args, meta = _arguments(plan, a, parts, new)
+    compiled = None if plan.num_splits == 1 else compiled_for(attention_kernel, a.query, *args, **meta)
+    if compiled is None:
+        return num_sms * plan.blocks_per_sm
+    return config.resident(arch, num_sms, compiled.n_regs, compiled.metadata.shared, plan.options["num_warps"])
 
 
-def _launch(
+def _scratch(plan: config.Plan, query: Tensor, v_head_size: int, batch: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What splits leave, in one allocation: outputs and lse in float32; with shares which ones each sequence has."""
+    num_tokens, num_heads, _ = query.shape
+    shape: tuple[int, ...] = (num_tokens, num_heads, plan.num_splits)
+    if plan.sizes["SHARES"]:
+        shape = (plan.grid[0], num_heads)
+    rows = math.prod(shape)
+    ends = list(itertools.accumulate(triton.cdiv(size, 4) * 4 for size in (rows * v_head_size, rows, 2 * batch)))
+    scratch = empty(query, (ends[-1],), torch.float32)
+    part = part_of(scratch, scratch.narrow(0, 0, rows * v_head_size).view(*shape, v_head_size))
+    part_lse = part_of(scratch, scratch.narrow(0, ends[0], rows).view(shape))
+    if not plan.sizes["SHARES"]:
+        return part, part_lse, None
+    return part, part_lse, part_of(scratch, scratch.narrow(0, ends[1], 2 * batch).view(torch.int32).view(batch, 2))
+
+
+def _arguments(
     plan: config.Plan,
     a: Attention,
-    part: Tensor,
-    part_lse: Tensor | None,
+    parts: tuple[Tensor, Tensor | None, Tensor | None],
     new: tuple[Tensor, Tensor, Tensor] | None,
-) -> None:
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of the kernel's launch."""
     query, key_cache, value_cache, block_table = a.query, a.key_cache, a.value_cache, a.block_table
-    vectors = (None if v is None else dense(v) for v in (a.seq_lens, a.cu_seqlens_q, a.alibi_slopes, a.sinks))
     sizes = (query.size(0), block_table.size(0), key_cache.size(0), plan.capacity, plan.num_splits)
     # what is wider than the table or the batch is unlimited, as -1: positions plus windows stay below 2**31
     windows = (min(a.window_left, plan.capacity), min(a.window_right, query.size(0)))
@@ -75,20 +99,17 @@ def _launch(
         COMPUTE=TL_DTYPES[torch.promote_types(query.dtype, key_cache.dtype)],
         OFFSETS=_offsets(key_cache, value_cache, block_table),
     )
-    launch(
-        attention_kernel,
-        plan.grid,
-        query,
+    args = (
         Tokens(query, *query.stride()[:2]),
         Cache(key_cache, *key_cache.stride()[:3]),
         Cache(value_cache, *value_cache.stride()[:3]),
         Table(block_table, block_table.stride(1)),
-        *(block_table.stride(0), *vectors, None if new is None else _with_strides(*new)),
-        *(part, part_lse, *sizes, 0 if new is None else new[2].size(0), *windows),
+        *(block_table.stride(0), a.seq_lens, a.cu_seqlens_q, a.alibi_slopes, a.sinks),
+        None if new is None else _with_strides(*new),
+        *(*parts, *sizes, 0 if new is None else new[2].size(0), *windows),
         *_scales(query.size(2) ** -0.5 if a.scale is None else a.scale, a.softcap),
-        SPEC=spec,
-        **plan.options,
     )
+    return args, {"SPEC": spec, **plan.options}
 
 
 def _scales(scale: float, softcap: float) -> tuple[float, float]:
@@ -107,7 +128,7 @@ def _offsets(key_cache: Tensor, value_cache: Tensor, block_table: Tensor) -> tl.
 
 
 def _with_strides(key: Tensor, value: Tensor, slot_mapping: Tensor) -> New:
-    return New(key, value, dense(slot_mapping), *key.stride()[:2], *value.stride()[:2])
+    return New(key, value, slot_mapping, *key.stride()[:2], *value.stride()[:2])
 
 
 def _checked(op: str, *args: Any, **options: Any) -> Attention:
@@ -149,7 +170,7 @@ def paged_attention_append(
     debug.check_write(op, *caches, slot_mapping)
     debug.check_attention(op, a)
     query, key, value = (apart(tensor, *caches) for tensor in (query, key, value))
-    new = (key, value, slot_mapping)
+    new = (key, value, dense(slot_mapping))
     if a.cu_seqlens_q is not None or a.num_splits == 1 or not _is_fused(*new, *caches):
         writing.store(key, value, *caches, slot_mapping)
         new = None

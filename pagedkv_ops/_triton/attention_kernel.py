@@ -8,9 +8,11 @@ Splits as in Flash-Decoding.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from .append_kernel import first_written, store_new
 from .attention_tile import LN2, LOG2E, attend_tile, convert
+from .shares import CHUNKS, DECODE_ROWS, find_share, query_rows
 
 
 @triton.jit
@@ -144,8 +146,6 @@ def _store_rows(out_ptr, lse_ptr, out_row, row_mask, state, SPEC: tl.constexpr):
     acc = tl.where(seen[:, None], acc / denominator[:, None], 0.0)
     dv_range = tl.arange(0, SPEC.BLOCK_DV)
     out_mask = row_mask[:, None] & (dv_range < SPEC.DV)[None, :]
-    if SPEC.SPLIT:  # what an empty split left unwritten is never read
-        out_mask &= seen[:, None]
     tl.store(out_ptr + out_row[:, None] * SPEC.DV + dv_range[None, :], acc.to(out_ptr.dtype.element_ty), out_mask)
     if lse_ptr is not None:
         lse = tl.where(seen, (highest_logit + tl.log2(denominator)) * LN2, float("-inf"))
@@ -177,8 +177,9 @@ def attention_kernel(
     alibi_ptr,  # [Hq], or None
     sinks_ptr,  # [Hq], or None
     new,  # New tokens to write, or None; not with cu_seqlens
-    out_ptr,  # [T, Hq, num_splits, Dv], contiguous; float32 when SPLIT
-    lse_ptr,  # [T, Hq, num_splits], or None
+    out_ptr,  # [T, Hq, num_splits, Dv], contiguous; float32 when SPLIT; with SHARES [number of shares, Hq, Dv]
+    lse_ptr,  # [T, Hq, num_splits], or None; with SHARES [number of shares, Hq]
+    shares_ptr,  # [B, 2], first share and number of shares of each sequence, or None
     num_tokens,
     batch,
     num_blocks,
@@ -192,16 +193,34 @@ def attention_kernel(
     SPEC: tl.constexpr,
 ):
     # the last tiles of a causal prompt see the most keys: start them first
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    place = tl.num_programs(0) - 1 - tl.program_id(0)
     split = tl.program_id(2)
-    b, tile, first_row, query_len = tile, 0, tile, 1
-    if cu_seqlens_ptr is not None:
-        b, tile, first_row, query_len = _find_sequence(cu_seqlens_ptr, batch, num_tokens, first_row, SPEC.TILE_TOKENS)
+    b, tile, first_row, query_len = place, 0, place, 1
+    if SPEC.SHARES:
+        b, split, num_splits = find_share(
+            place, tl.num_programs(0), seq_lens_ptr, cu_seqlens_ptr, batch, num_tokens, capacity, window_left, SPEC
+        )
+        if num_splits == 0:
+            return
+        first_row = b
+        if (split == 0) & (tl.program_id(1) == 0):
+            tl.store(shares_ptr + 2 * b, place)
+            tl.store(shares_ptr + 2 * b + 1, num_splits)
+    if SPEC.ROWS == DECODE_ROWS:
+        first_row, query_len = query_rows(cu_seqlens_ptr, b, True, num_tokens)
+        if query_len != 1:
+            return
+    elif cu_seqlens_ptr is not None:
+        b, tile, first_row, query_len = _find_sequence(cu_seqlens_ptr, batch, num_tokens, place, SPEC.TILE_TOKENS)
+        if SPEC.ROWS == CHUNKS and not SPEC.SPLIT:  # left to the other launch; rows past the last sequence are not
+            query_len = tl.where((query_len == 1) & (b < batch), 0, query_len)
     first_token = tile * SPEC.TILE_TOKENS
     if first_token >= query_len:
         return
     seq_len = tl.load(seq_lens_ptr + b, mask=b < batch, other=0)
     seq_len = tl.minimum(tl.maximum(seq_len, 0), capacity).to(tl.int32)
+    if SPEC.ROWS == CHUNKS:  # a split leaves nothing unwritten that ``splits`` reads
+        seq_len = tl.where(query_len == 1, 0, seq_len)
     m_range = tl.arange(0, SPEC.BLOCK_M)
     token = first_token + m_range // SPEC.TILE_HEADS
     kv_head, head_tile = tl.program_id(1) // SPEC.HEAD_TILES, tl.program_id(1) % SPEC.HEAD_TILES
@@ -224,5 +243,10 @@ def attention_kernel(
     state = _attend(
         state, key_range, rows, keys + values, table, new, num_slots, kv_head, windows, (scale, softcap), SPEC
     )
-    out_row = (row * SPEC.NUM_HEADS + head) * num_splits + split
+    if SPEC.SHARES:
+        out_row = place.to(tl.int64) * SPEC.NUM_HEADS + head
+    else:
+        out_row = (row * SPEC.NUM_HEADS + head) * num_splits + split
+    if SPEC.DEPENDENT:
+        gdc_launch_dependents()
     _store_rows(out_ptr, lse_ptr, out_row, row_mask, state, SPEC)

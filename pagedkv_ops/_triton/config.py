@@ -10,11 +10,14 @@ import triton
 from torch import Tensor
 
 from ..arguments import Attention
+from . import shares
 from .tuned import TABLE
 
 MAX_POSITION = 2**30  # positions are int32 in the kernel, to which a window is added
 MAX_SPLITS = 128
 MIN_SPLIT_KEYS = 256  # below it, the second pass costs more than the split gains
+_SHARING = (32, 256, 1024)  # sequences whose lengths a program sees at once; more fill any device
+_SHARED_KB = {"sm_80": 164, "sm_90": 228, "sm_100": 228, "small": 100}  # of a multiprocessor
 
 
 class Config(NamedTuple):
@@ -26,11 +29,12 @@ class Config(NamedTuple):
 
 
 class Plan(NamedTuple):
-    grid: tuple[int, int, int]  # query tiles, tiles of heads, splits
+    grid: tuple[int, int, int]  # query tiles or shares of the keys, tiles of heads, splits
     capacity: int  # W * S
     num_splits: int
     sizes: dict[str, Any]  # fields of the kernel's Spec
     options: dict[str, int]  # warps and stages
+    blocks_per_sm: int  # that run at once, where the compiled kernel is not there to tell
 
 
 @functools.cache
@@ -67,32 +71,63 @@ def attention_config(
     return config
 
 
+def resident(arch: str, num_sms: int, registers: int, shared: int, num_warps: int) -> int:
+    """Thread blocks of a compiled kernel that a device runs at once."""
+    per_warp = triton.cdiv(max(registers, 1) * 32, 256) * 256  # registers are handed out 256 at a time
+    of_threads = (48 if arch == "small" else 64) // num_warps
+    of_memory = _SHARED_KB[arch] * 1024 // (shared + 1024)
+    return num_sms * max(1, min(65536 // per_warp // num_warps, of_threads, of_memory))
+
+
 def splits_of(programs: int, capacity: int, target: int) -> int:
     """Splits of the keys, for ``programs`` thread blocks without any, so that about ``target`` of them run."""
     most = min(MAX_SPLITS, triton.cdiv(capacity, MIN_SPLIT_KEYS))
     return max(1, min(triton.cdiv(target, max(programs, 1)), most))
 
 
-def plan(a: Attention) -> Plan:
-    """Of one attention launch."""
-    query, key_cache, value_cache, num_splits = a.query, a.key_cache, a.value_cache, a.num_splits
-    packed = a.cu_seqlens_q is not None
-    num_tokens, num_heads, head_size = query.shape
-    _, block_size, num_kv_heads, v_head_size = value_cache.shape
+def plans(a: Attention) -> list[Plan]:
+    """Of the launches of one call; where they write the same rows, the last is right.
+
+    Decode rows beside chunks have a launch of their own. A split count of the caller's is the same for all rows.
+    """
+    if a.cu_seqlens_q is None or a.num_splits != 0 or a.block_table.size(0) == 1:
+        return [_plan(a, shares.ALL_ROWS.value)]
+    return [_plan(a, shares.CHUNKS.value), _plan(a, shares.DECODE_ROWS.value)]
+
+
+def with_programs(plan: Plan, blocks: int) -> Plan:
+    """The plan with as many programs as fill the device, on which ``blocks`` of them run at once, in whole waves."""
+    rows, grid_heads, _ = plan.grid
+    if plan.sizes["SHARES"]:  # at least two for each row, so that long ones can have more than short ones
+        waves = triton.cdiv(2 * rows * grid_heads, blocks)
+        most = rows * min(MAX_SPLITS, triton.cdiv(plan.capacity, MIN_SPLIT_KEYS))
+        return plan._replace(grid=(max(min(waves * blocks // grid_heads, most), rows), grid_heads, 1))
+    if plan.num_splits == 0:
+        num_splits = splits_of(rows * grid_heads, plan.capacity, blocks)
+        plan = plan._replace(num_splits=num_splits, grid=(rows, grid_heads, num_splits))
+    split = plan.num_splits > 1
+    sizes = plan.sizes | {"SPLIT": split, "DEPENDENT": split and plan.sizes["DEPENDENT"]}
+    return plan._replace(sizes=sizes)
+
+
+def _plan(a: Attention, rows: int) -> Plan:
+    """Before it is known how many programs the device runs at once; num_splits 0 is open."""
+    num_tokens, num_heads, head_size = a.query.shape
+    _, block_size, num_kv_heads, v_head_size = a.value_cache.shape
     batch, table_width = a.block_table.shape
     group = num_heads // num_kv_heads
-    arch, num_sms = device(query)
-    itemsize = torch.promote_types(query.dtype, key_cache.dtype).itemsize
-    invariant = num_splits == 1
-    tiles = attention_config(arch, num_tokens, batch, group, max(head_size, v_head_size), itemsize, invariant)
+    arch, _ = device(a.query)
+    itemsize = torch.promote_types(a.query.dtype, a.key_cache.dtype).itemsize
+    invariant = a.num_splits == 1
+    several = a.cu_seqlens_q is not None and rows != shares.DECODE_ROWS.value  # query rows of a sequence
+    tokens = num_tokens if several else batch
+    tiles = attention_config(arch, tokens, batch, group, max(head_size, v_head_size), itemsize, invariant)
     tile_heads = min(group, tiles.block_m)
-    tile_tokens = tiles.block_m // tile_heads if packed else 1
-    num_tiles = num_tokens // tile_tokens + batch + 1 if packed else num_tokens
+    tile_tokens = tiles.block_m // tile_heads if several else 1
+    num_tiles = num_tokens // tile_tokens + batch + 1 if several else batch
     grid_heads = num_kv_heads * triton.cdiv(group, tile_heads)
     capacity = min(table_width * block_size, MAX_POSITION)
-    if num_splits == 0:
-        num_splits = splits_of(num_tiles * grid_heads, capacity, num_sms * tiles.blocks_per_sm)
-    num_splits = min(num_splits, MAX_SPLITS)
+    shared = not several and a.num_splits == 0 and batch <= _SHARING[-1] and capacity > MIN_SPLIT_KEYS
     block_d = padded(head_size)
     sizes = {
         "NUM_HEADS": num_heads,
@@ -100,7 +135,12 @@ def plan(a: Attention) -> Plan:
         "BLOCK_SIZE": block_size,
         "D": head_size,
         "DV": v_head_size,
-        "SPLIT": num_splits > 1,
+        "SPLIT": shared or a.num_splits > 1,
+        "ROWS": rows,
+        "SHARES": next(size for size in _SHARING if batch <= size) if shared else 0,
+        "MIN_TILES": MIN_SPLIT_KEYS // tiles.block_n if shared else 0,
+        "MAX_SPLITS": MAX_SPLITS if shared else 0,
+        "DEPENDENT": arch in ("sm_90", "sm_100"),
         "ONE_LOOP": invariant,
         "RELOAD": itemsize == 4 and block_d >= 128 and tiles.block_m * block_d >= 4096,
         "HEAD_TILES": triton.cdiv(group, tile_heads),
@@ -112,7 +152,8 @@ def plan(a: Attention) -> Plan:
         "BLOCK_DV": padded(v_head_size),
     }
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    return Plan((num_tiles, grid_heads, num_splits), capacity, num_splits, sizes, options)
+    num_splits = min(a.num_splits, MAX_SPLITS) if not shared else MAX_SPLITS
+    return Plan((num_tiles, grid_heads, max(num_splits, 1)), capacity, num_splits, sizes, options, tiles.blocks_per_sm)
 
 
 def check_head_size(op: str, a: Attention) -> None:

@@ -78,6 +78,16 @@ def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *args: Any, **meta:
         trace.launched(compiled, Launch(kernel, grid, args, meta))
 
 
+def compiled_for(kernel: Any, like: Tensor, *args: Any, **meta: Any) -> Any:
+    """Triton's compiled kernel for a launch with these arguments, loaded; None where no device is there to load it."""
+    if INTERPRETED or _recorded is not None:
+        return None
+    with torch.cuda.device_of(like):
+        compiled = kernel.run(*args, grid=None, warmup=True, **meta | OPTIONS)
+        compiled[(1, 1, 1)]  # loads it, which tells its registers
+    return compiled
+
+
 def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
     """A result, or scratch, on the device of ``like``, in its type if none is given."""
     made = like.new_empty(shape, dtype=dtype)

@@ -128,7 +128,7 @@ def test_launchers_read_nothing_on_the_host(fake_cuda: None, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [
-        ("append", ["write_kernel", "attention_kernel", "combine_kernel"]),
+        ("append", ["write_kernel", *["attention_kernel", "combine_kernel"] * 2]),  # chunks, then decode rows
         ("append, decode", ["attention_kernel", "combine_kernel"]),
         ("append, decode, one split", ["write_kernel", "attention_kernel"]),
     ],
@@ -146,7 +146,10 @@ def test_a_reader_of_lengths_would_be_caught(fake_cuda: None) -> None:
 
 
 def test_splits_follow_shapes(fake_cuda: None) -> None:
-    """A single long sequence fills the device, many sequences need no split, short tables are not worth one."""
+    """A single long sequence fills the device, each of several has two shares or more, short tables have none.
+
+    Whole waves of the eight programs that each of 132 multiprocessors runs at once.
+    """
 
     def grid(batch: int, columns: int) -> tuple[int, ...]:
         caches = torch.empty(2, N, S, HKV, D, dtype=torch.bfloat16, device="cuda:0")
@@ -156,10 +159,40 @@ def test_splits_follow_shapes(fake_cuda: None) -> None:
         call = launches(lambda: _triton.paged_attention(query, *caches, table, seq_lens))
         return call[0][1]
 
-    assert grid(1, 8192) == (1, HKV, config.MAX_SPLITS)
-    assert grid(4096, 8192) == (4096, HKV, 1)
+    assert grid(1, 8192) == (config.MAX_SPLITS, HKV, 1)
+    assert grid(8, 8192) == (132 * 8 // HKV, HKV, 1)
+    assert grid(264, 8192) == (2 * 264, HKV, 1)
+    assert grid(300, 8192) == (2 * 132 * 8 // HKV, HKV, 1)
+    assert grid(4096, 8192) == (4096, HKV, 1)  # more than fill any device
     assert grid(1, 16) == (1, HKV, 1)
-    assert grid(1, 64) == (1, HKV, 4)
+    assert grid(1, 64) == (4, HKV, 1)
+
+
+def test_decode_rows_beside_chunks_have_a_launch_of_their_own() -> None:
+    with recording() as recorded:
+        calls(REAL[1])["packed"]()
+    chunks, rows = (each for each in recorded if each.kernel is attention_kernel)
+    assert (chunks.meta["SPEC"].ROWS, rows.meta["SPEC"].ROWS) == (2, 1)
+    assert chunks.meta["SPEC"].TILE_TOKENS > rows.meta["SPEC"].TILE_TOKENS == 1
+    assert rows.meta["SPEC"].SHARES
+    assert rows.grid[0] > B  # programs that its sequences share, not one for each
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "warps", "blocks"),
+    [
+        (255, 1 << 10, 4, 2),  # 64K registers
+        (128, 1 << 10, 4, 4),
+        (32, 1 << 10, 4, 16),  # 64 warps
+        (128, 72704, 4, 3),  # 228 KB
+        (128, 200 << 10, 4, 1),
+        (168, 72704, 8, 1),
+    ],
+)
+def test_programs_at_once_follow_registers_and_shared_memory(
+    registers: int, shared: int, warps: int, blocks: int
+) -> None:
+    assert config.resident("sm_90", 132, registers, shared, warps) == 132 * blocks
 
 
 def test_empty_inputs_launch_nothing(fake_cuda: None) -> None:
