@@ -198,6 +198,27 @@ def test_embeddings_and_no_reuse_by_default(model):
     assert torch.equal(generate(model, embeddings), expected)
 
 
+@pytest.mark.parametrize("by", ["argument", "config"])
+def test_hidden_states_of_every_column_are_computed(model, by):
+    """A call that asks for them hits nothing; what it computes can be hit by others."""
+    inputs, options = prompts([50, 51, 52], [60]), {"return_dict_in_generate": True, "output_hidden_states": True}
+    if by == "config":
+        model.config.output_hidden_states = True
+    expected = generate(model, inputs, **options)
+    patch(model)
+    for _ in range(2):
+        got = generate(model, inputs, **options)
+        assert torch.equal(got.sequences, expected.sequences)
+        for ours, native in zip(got.hidden_states, expected.hidden_states, strict=True):
+            for a, b in zip(ours, native, strict=True):
+                assert a.shape == b.shape
+                torch.testing.assert_close(a[:, -1:], b[:, -1:], atol=1e-4, rtol=0)
+    model.config.output_hidden_states = False
+    computed = Computed(model)
+    generate(model, prompts([50, 51, 52, 53]))
+    assert computed.take()[0] == (4 if by == "argument" else 44)  # the config is identity
+
+
 def test_off_for_recurrent_layers_and_batch_dependent_rope(caplog):
     hybrid = tiny(
         "qwen3_next",

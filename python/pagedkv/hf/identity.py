@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 from operator import attrgetter, is_
@@ -25,7 +25,7 @@ _PLAIN = {int, float, bool, str}
 _REGISTERED = torch.nn.Module().__dict__.keys() - {"training"}  # submodules, parameters, hooks: looked at on their own
 # of these the attributes are sizes
 _SIZED = {torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Identity}
-_RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")
+_RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")  # of every column
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN_TENSORS = {Tensor, torch.nn.Parameter}
 _SAMPLES = 64  # elements of a weight that the checksum reads
@@ -148,10 +148,16 @@ class ModelWatch:
         """What may look at the rows of a batch: hooks, replaced forwards, foreign modules, recorded outputs."""
         if self.look().hooks or self._read_private():
             return _WORDS["hooks"]
-        config = getattr(self._model, "config", None)
         given = (value for module in self._modules for value in module.__dict__.values() if type(value) is FunctionType)
         function = next((value.__qualname__ for value in given if not _is_known(value)), None)
-        return self._foreign or function or next((name for name in _RECORDED if getattr(config, name, False)), None)
+        return self._foreign or function or self.recorded({})
+
+    def recorded(self, kwargs: dict[str, Any]) -> str | None:
+        """What a forward with these arguments gives of every column besides logits: all must be computed for it."""
+        config: Any = getattr(self._model, "config", None)
+        configs = [] if config is None else [config, config.get_text_config(decoder=True)]
+        asked = (name for name in _RECORDED if kwargs.get(name) or any(getattr(c, name, False) for c in configs))
+        return next(asked, None)
 
     def _survey(self) -> None:
         """Make the lists anew, for a model whose modules, parameters or buffers are others."""
@@ -174,8 +180,7 @@ class ModelWatch:
         self._addresses, self._versions = self._read_addresses(), self._read_versions()
         self._adapters = [m for m in self._modules if isinstance(getattr(type(m), "disable_adapters", None), property)]
         self._adapter_states = [layer.__dict__ for layer in self._adapters]
-        self._hook_dicts = [d for m in self._modules for d in (m._forward_hooks, m._forward_pre_hooks)]
-        self._hook_dicts += [global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks]
+        self._hook_dicts = hook_dicts(self._modules)
         self._num_handles = -1
         # attributes of each module, and whether they may hold tensors that its forward uses
         self._attributes = [(m.__dict__, not _is_known(type(m))) for m in self._modules if type(m) not in _SIZED]
@@ -287,6 +292,12 @@ class ModelWatch:
                 # an odd step, so that samples of a matrix do not all lie in one column
                 step = 1 if id(tensor) in whole else max(1, len(bits) // _SAMPLES) | 1
                 yield bits[::step]
+
+
+def hook_dicts(modules: Iterable[torch.nn.Module]) -> list[dict[int, Any]]:
+    """The forward hooks of modules and those of all modules, by their numbers."""
+    own = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+    return [*own, global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks]
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

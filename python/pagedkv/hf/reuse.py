@@ -114,7 +114,7 @@ def attach(watch: ModelWatch, cache_name: str, cache: PagedCache, ids: Tensor, m
         and _follow_mask(model_kwargs.get("position_ids"), valid)
     ):
         state.identity = None
-    elif is_fresh and valid.shape == ids.shape:
+    elif is_fresh and valid.shape == ids.shape and watch.recorded(model_kwargs) is None:
         _begin(cache, ids.cpu().numpy(), valid)
 
 
