@@ -111,8 +111,7 @@ def test_captured_graphs_are_replayed_per_bucket(llama, make_engine, monkeypatch
 
 
 def _again(runner, size):
-    with runner.patch.attention():
-        return runner._forward(runner._inputs[size])
+    return runner.patch.run(runner._forward, runner._inputs[size])
 
 
 def test_padding_rows_change_nothing(llama, make_engine):
@@ -152,8 +151,9 @@ def test_the_graph_holds_no_clone_of_a_cache(llama, make_engine):
     def step(ids, positions):
         return runner._call(ids, positions, None, inputs.indices)
 
-    with torch.no_grad(), runner.patch.attention():
-        assert_no_cache_clone(step, inputs.ids, inputs.positions, caches=[layer.key_cache, layer.value_cache])
+    caches = [layer.key_cache, layer.value_cache]
+    with torch.no_grad():
+        runner.patch.run(assert_no_cache_clone, step, inputs.ids, inputs.positions, caches=caches)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captured graphs need a CUDA device")

@@ -136,6 +136,20 @@ def test_changed_modules_of_ones_own(change):
     assert_identity(controlled, OWN[change])
 
 
+def test_a_layer_that_is_gone_is_not_waited_for():
+    assert_identity(lambda: tiny("llama"), lambda model: model.model.layers.__delitem__(2))
+
+
+def test_fewer_layers_by_the_config_are_an_error_that_says_so():
+    model = patch(tiny("llama"))
+    del model.model.layers[2]
+    model.config.num_hidden_layers = 2
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM was patched with 3 attention layers, and .* has 2: unpa"):
+        generate(model)
+    patch(pagedkv.unpatch(model))
+    assert torch.equal(generate(model), generate(pagedkv.unpatch(model)))
+
+
 def test_a_replaced_forward_of_a_class_finds_nothing(monkeypatch):
     model = patch(tiny("llama"))
     before = generate(model)

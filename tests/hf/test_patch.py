@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import linecache
 import pickle
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -110,6 +112,56 @@ def test_blocks_return_when_generate_is_interrupted(model, inputs):
         generate(model, inputs, stopping_criteria=[Interrupt()])
     assert pagedkv.pool(model).used_blocks == 0
     assert model.config._attn_implementation != "pagedkv"
+
+
+class _Lines:
+    """Notes the lines of functions that run, and raises at the n-th."""
+
+    def __init__(self, functions, raise_at=0):
+        self.functions, self.raise_at, self.lines = functions, raise_at, []
+
+    def __call__(self, frame, event, argument):
+        code = frame.f_code
+        return self.line if "pagedkv/hf/" in code.co_filename and code.co_name in self.functions else None
+
+    def line(self, frame, event, argument):
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        # no interrupt can come at `try`, nor at `with` on the way out, before __exit__: neither calls anything
+        if event == "line" and text != "try:" and not (text.startswith("with") and text in self.lines):
+            self.lines.append(text)
+            if len(self.lines) == self.raise_at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self.line
+
+
+def test_an_interrupt_at_any_line_of_the_switch_leaves_the_model_as_it_was(inputs):
+    model = tiny("llama")
+    expected = generate(model, inputs, max_new_tokens=2)
+    pagedkv.patch(model, num_blocks=64)
+    patch = model.__dict__["_pagedkv_patch"]
+
+    def run(raise_at=0):
+        trace = _Lines({"run", "_switch", "_switch_back", "_generated"}, raise_at)
+        sys.settrace(trace)
+        try:
+            return generate(model, inputs, max_new_tokens=2), trace.lines
+        finally:
+            sys.settrace(None)
+
+    output, lines = run()
+    assert torch.equal(output, expected)
+    assert {"self._turn.is_switched = False", "patch.created = created", "return function(*args, **kwargs)"} <= {*lines}
+    for number in range(1, len(lines) + 1):
+        with pytest.raises(KeyboardInterrupt):
+            run(number)
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(patch._turn.lock.acquire, blocking=False).result(), lines[number - 1]
+            other.submit(patch._turn.lock.release)
+        assert model.config._attn_implementation != "pagedkv", lines[number - 1]
+        assert (patch._turn.is_switched, patch.created) == (False, None), lines[number - 1]
+        assert pagedkv.pool(model).used_blocks == 0
+    assert torch.equal(generate(model, inputs, max_new_tokens=2), expected)
 
 
 def test_memory_decides_the_number_of_blocks(model, inputs):

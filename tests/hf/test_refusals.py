@@ -164,7 +164,9 @@ _SIZES = [
 ]
 _ROOM = "memory: expected room for two blocks of {} bytes (one is the null block), got 100"
 _TOO_MANY = "={}: expected at most the N bytes of cpu, got {} blocks of {} bytes, N bytes in all"
-_EITHER = "pool, {}: expected one of them, got (Pool(0 of 7 blocks of 4 tokens used, windows [None]), {})"
+_POOL = "Pool(0 of 7 blocks of 4 tokens used, windows [{}])"
+_EITHER = "pool, {}: expected one of them, got (" + _POOL.format(None) + ", {})"
+_WINDOWS = "pool: expected one of windows [None] like the model's layers, got " + _POOL.format(6)
 SETTINGS = {
     "patch": [
         *_SIZES,
@@ -185,6 +187,7 @@ SETTINGS = {
         ({"pool": Pool(8, 4), "memory": 0.5}, _EITHER.format("memory", 0.5)),
         ({"pool": Pool(8, 4), "kv_dtype": torch.float16}, _EITHER.format("kv_dtype", "torch.float16")),
         ({"pool": Pool(8, 4), "block_size": 8}, _EITHER.format("block_size", 8)),
+        ({"pool": Pool(8, 4, [6])}, _WINDOWS),
     ],
     "Pool": [
         ({"num_blocks": 8, "block_size": 4, "kv_dtype": torch.int8}, _TYPES + "torch.int8"),
@@ -222,19 +225,20 @@ def test_block_size_may_stand_beside_a_pool_of_the_same():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
+        (lambda: None, "model: expected a transformers PreTrainedModel, got NoneType"),
         (lambda: torch.nn.Linear(2, 2), "model: expected a transformers PreTrainedModel, got Linear"),
         (lambda: tiny("mamba", num_hidden_layers=2), "MambaForCausalLM can not be served from blocks: it has no att"),
         (lambda: BertModel(BertConfig(num_hidden_layers=1, hidden_size=24, vocab_size=50)),
          "BertModel can not be served from blocks: it has no generate()"),
     ],
-    ids=["no model", "no attention", "no generate"],
+    ids=["None", "no model", "no attention", "no generate"],
 )  # fmt: skip
 def test_models_are_refused_by_name_and_left_as_they_were(build, message):
     model = build()
-    attributes, kind = dict(vars(model)), type(model)
+    attributes, kind = dict(getattr(model, "__dict__", {})), type(model)
     with pytest.raises((TypeError, pagedkv.UnsupportedModelError), match=re.escape(message)):
         pagedkv.patch(model)
-    assert (vars(model), type(model)) == (attributes, kind)
+    assert (getattr(model, "__dict__", {}), type(model)) == (attributes, kind)
 
 
 def test_layers_that_cache_something_else_and_models_that_are_not_patched_are_refused_by_name():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from adapters import peft, with_adapters
@@ -111,6 +113,39 @@ class Steered(torch.nn.Module):
 
     def forward(self, hidden):
         return self.steer(self.inner(hidden))
+
+
+class Own(RuntimeError): ...
+
+
+class Raises:
+    def __call__(self, module, args, *rest):
+        if args[0].shape[0] != 3:
+            raise Own("expected 3 rows")
+
+    def method(self, module, args):
+        self(module, args)
+
+
+HOOKS = {
+    "Raises": lambda layer: layer.register_forward_hook(Raises()),
+    "Raises.method": lambda layer: layer.register_forward_pre_hook(Raises().method),
+    "Raises.__call__": lambda layer: layer.register_forward_hook(functools.partial(Raises.__call__, Raises())),
+    "global": lambda layer: torch.nn.modules.module.register_module_forward_hook(Raises()),
+}
+
+
+@pytest.mark.parametrize("serve", [pagedkv.patch, pagedkv.Engine])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_that_raises_is_named(kind, serve):
+    model = tiny("llama")
+    handle = HOOKS[kind](model.model.layers[1].input_layernorm)
+    try:
+        with pytest.raises(pagedkv.UnsupportedModelError, match=r"the hook Raises.* raised Own: expected 3 rows in"):
+            serve(model, num_blocks=16)
+    finally:
+        handle.remove()
+    serve(model, num_blocks=16)
 
 
 @pytest.mark.parametrize("caching", [False, True])

@@ -25,7 +25,7 @@ from ..hf.handle import Patch
 from ..hf.kv_pool import Pool, sized
 from ..hf.probe import Probe, checked_attention
 from ..hf.reuse import dependence
-from ..hf.support import UnsupportedModelError, check_model, evaluation, refuse
+from ..hf.support import UnsupportedModelError, check_model, evaluation, failed, refuse
 from ..hf.tags import TAG
 from ..tensor_parallel import agreed_blocks, mesh_of
 from .batch import Batch
@@ -160,8 +160,7 @@ class Runner:
     def _make_masks(self) -> Any:
         """The model's masks; they are markers that hold for every forward, so they are made once."""
         embeds = torch.empty((1, 1, 1), device=self.device, dtype=self.model.dtype)
-        with self.patch.attention():
-            masks = create_masks_for_generate(self.model.config, embeds, None, self.cache)
+        masks = self.patch.run(create_masks_for_generate, self.model.config, embeds, None, self.cache)
         for mask in masks.values() if isinstance(masks, dict) else [masks]:
             if getattr(mask, TAG, None) is None:
                 raise refuse(self.model, "its attention mask is more than causal and windowed")
@@ -175,10 +174,10 @@ class Runner:
             with checked_attention(model, self.cache.paged):
                 for step, logits in enumerate(self._run_probe(probe)):
                     probe.check(step, logits, "in a packed batch")
-        except NotImplementedError as error:
-            raise error if isinstance(error, UnsupportedModelError) else refuse(model, str(error)) from error
-        except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
-            raise refuse(model, f"a packed forward fails ({type(error).__name__}: {error})") from error
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            raise failed(model, error, "a packed forward fails") from error
         return probe
 
     def _run_probe(self, probe: Probe) -> Iterator[Tensor]:
@@ -246,15 +245,15 @@ class Runner:
         for size in track(self._sizes[::-1], "capturing decode", self.config.progress):
             self._warm_up(self._inputs[size])
             graph = torch.cuda.CUDAGraph()
-            with torch.inference_mode(), self.patch.attention(), torch.cuda.graph(graph, pool=memory):
-                logits = self._forward(self._inputs[size])
+            with torch.inference_mode(), torch.cuda.graph(graph, pool=memory):
+                logits = self.patch.run(self._forward, self._inputs[size])
             self._graphs[size] = (graph, logits)
 
     def _warm_up(self, inputs: Inputs) -> None:
         """A forward of nothing but padding."""
         self._buffers.clear()
-        with torch.inference_mode(), self.patch.attention():
-            self._forward(inputs)
+        with torch.inference_mode():
+            self.patch.run(self._forward, inputs)
 
     # A forward.
 
@@ -273,9 +272,8 @@ class Runner:
         if self._is_one_graph:
             wanted = np.pad(wanted, (0, max(0, _MIN_TOKENS - count)))
         at = torch.as_tensor(wanted, device=self.device)
-        with self.patch.attention():
-            rows = None if self._is_one_graph else num_seqs
-            return self._forward(self._buffers.views(size, rows, at, decode=False))[:count]
+        rows = None if self._is_one_graph else num_seqs
+        return self.patch.run(self._forward, self._buffers.views(size, rows, at, decode=False))[:count]
 
     def _decode(self, size: int) -> Tensor:
         """[size, vocabulary] logits of one token per row."""
@@ -283,8 +281,7 @@ class Runner:
             graph, logits = self._graphs[size]
             graph.replay()
             return logits
-        with self.patch.attention():
-            return self._forward(self._inputs[size])
+        return self.patch.run(self._forward, self._inputs[size])
 
     def _forward(self, inputs: Inputs) -> Tensor:
         is_compiled = self._compiled is not None and (self._is_one_graph or inputs.logits_at is None)

@@ -65,10 +65,12 @@ def max_rows(kinds: list[tuple[str, dict[str, Any]]]) -> int:
     return max(windows.values(), default=0)
 
 
-def _check_shared(pool: Any, block_size: int, **settings: Any) -> None:
+def _check_shared(pool: Any, windows: list[Window], block_size: int, **settings: Any) -> None:
     """Raise InvalidArgumentError for what is no pool, and for settings beside one, which has its own."""
     if not isinstance(pool, Pool):
         raise refused("pool", "a pagedkv.hf.Pool or None", pool)
+    if pool.windows != windows:
+        raise refused("pool", f"one of windows {windows} like the model's layers", pool)
     if block_size != pool.block_size and block_size != _BLOCK_SIZE:  # the default may stand beside any pool
         settings["block_size"] = block_size
     for name, value in settings.items():
@@ -119,7 +121,7 @@ class PagedCache(Cache):  # type: ignore[misc]
             max_length = getattr(text, "max_position_embeddings", None) or 2048
             pool = Pool(num_blocks, block_size, windows, max_length=max_length, kv_dtype=kv_dtype)
         else:
-            _check_shared(pool, block_size, num_blocks=num_blocks, memory=memory, kv_dtype=kv_dtype)
+            _check_shared(pool, windows, block_size, num_blocks=num_blocks, memory=memory, kv_dtype=kv_dtype)
         self.config = config
         layers = []
         for kind, kwargs in kinds:

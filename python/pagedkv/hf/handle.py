@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
@@ -16,8 +17,9 @@ from .compiling import CompiledStep
 from .identity import Identity, ModelWatch
 from .kv_pool import Pool
 from .layers import GATHERED
-from .tracing import untraced
+from .tracing import skipped, untraced
 
+Result = TypeVar("Result")
 ATTRIBUTE = "_pagedkv_patch"
 
 
@@ -36,7 +38,7 @@ class _Turn:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.depth = 0
+        self.is_switched = False
 
 
 _TURNS: WeakKeyDictionary[PreTrainedModel, _Turn] = WeakKeyDictionary()
@@ -57,9 +59,8 @@ class Patch:
         self.compiled: CompiledStep | None = None
         self.watch = ModelWatch(model)
         self._num_surveys = self.watch.num_surveys
-        self.generating = 0  # calls of generate under way
         self._turn = _TURNS.setdefault(model, _Turn())
-        self.created: list[PagedCache] = []  # by the calls of generate under way
+        self.created: list[PagedCache] | None = None  # by the call of generate that is under way
 
     def set_pool(self, model: PreTrainedModel, num_blocks: int, block_size: int, prefix_caching: bool) -> None:
         text = model.config.get_text_config(decoder=True)
@@ -83,6 +84,12 @@ class Patch:
             for layer in cache.state.layers:
                 layer.mode = GATHERED
         if self.layers:
+            count = len(cache.state.layers)
+            if count != len(self.layers):
+                raise ValueError(
+                    f"pagedkv: {type(model).__name__} was patched with {len(self.layers)} attention layers, and its "
+                    f"config or the cache has {count}: unpatch it and patch it again"
+                )
             same_placement = self.placement == placement(model) and cache.pool.kv_dtype == self.pool.kv_dtype
             for layer, (mode, spec) in zip(cache.state.layers, self.layers, strict=True):
                 layer.mode, layer.spec = mode, spec if same_placement else None
@@ -92,9 +99,10 @@ class Patch:
         """Notice what has changed in a model since its last call, before the next one begins."""
         with self._turn.lock:
             identity = self.watch.inspect()
-            if self.watch.num_surveys != self._num_surveys and not self._turn.depth:
+            if self.watch.num_surveys != self._num_surveys and not self._turn.is_switched:
                 self._num_surveys = self.watch.num_surveys
                 self.find_configs(model)  # a new layer may read a config of its own
+                self.placement = None  # a layer that is gone would be waited for
             if self.compiled is not None:
                 self.compiled.follow()
         return identity
@@ -107,51 +115,41 @@ class Patch:
             if name != attention.NAME:  # set by the user: what was dense before stays so
                 attention.set_dense_implementation(config, name or "eager")
 
-    def attention(self) -> _Attention:
-        """Within it the model's attention layers call this library; outside they are as they were."""
-        return _Attention(self)
+    @skipped
+    def run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """Call a function within which the model's attention layers call this library; outside they are as they were.
 
+        The buffers of a decode step and the pool serve one call at a time: threads take turns.
+        """
+        turn = self._turn
+        with turn.lock:
+            if turn.is_switched:
+                return function(*args, **kwargs)
+            try:
+                try:
+                    turn.is_switched = True
+                    self._switch([attention.NAME] * len(self.configs))
+                    return function(*args, **kwargs)
+                finally:
+                    self._switch_back()
+            finally:  # an interrupt within the line above
+                self._switch_back()
+
+    @untraced
     def _switch(self, names: list[str | None]) -> None:
         if self.switches:
             for config, name in zip(self.configs, names, strict=True):
                 config._attn_implementation_internal = name
 
-    def release(self, since: int, output: Any) -> None:
-        """Give back the blocks of caches made since then, but for one that the caller gets."""
+    @untraced
+    def _switch_back(self) -> None:
+        if self._turn.is_switched:
+            self._switch(self.implementations)
+            self._turn.is_switched = False
+
+    def release(self, caches: list[PagedCache], output: Any) -> None:
+        """Give back the blocks of caches, but for one that the caller gets."""
         kept = output.get(self.cache_name) if hasattr(output, "keys") else None
-        for cache in self.created[since:]:
+        for cache in caches:
             if cache is not kept:
                 cache.reset()
-        del self.created[since:]
-
-
-class _Attention:
-    """See :meth:`Patch.attention`. Not traced by a compiler, like the planning: a graph holds the forward alone."""
-
-    def __init__(self, patch: Patch) -> None:
-        self._patch = patch
-
-    @untraced
-    def __enter__(self) -> None:
-        patch, turn = self._patch, self._patch._turn
-        turn.lock.acquire()  # the buffers of a decode step and the pool serve one call at a time: threads take turns
-        turn.depth += 1
-        try:
-            if turn.depth == 1:
-                patch._switch([attention.NAME] * len(patch.configs))
-        except BaseException:  # an interrupt: no exit follows
-            self._leave()
-            raise
-
-    @untraced
-    def __exit__(self, *exc: object) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        patch, turn = self._patch, self._patch._turn
-        try:
-            if turn.depth == 1:
-                patch._switch(patch.implementations)
-        finally:
-            turn.depth -= 1
-            turn.lock.release()

@@ -30,28 +30,15 @@ class _PatchedMethods:
             return call(*args, **kwargs)
         if torch.compiler.is_compiling():  # inlined into a function that is compiled: ask for a frame of its own
             break_graph()
-        if cache.state.rows is None and not patch.generating:
+        if cache.state.rows is None and patch.created is None:
             patch.follow_model(self)
-        with patch.attention():
-            call = plan(self, patch, cache, call, args, kwargs)
-            is_compiled = self._compiled_call_impl or "forward" in self.__dict__  # type: ignore[attr-defined]
-            if is_compiled or callable(get_eval_frame_callback()):  # the last: inside torch.compile(model)
-                make_traceable(self, cache, kwargs)
-            return call(*args, **kwargs)
+        return patch.run(_planned, self, patch, cache, call, args, kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         patch: Patch = self.__dict__[ATTRIBUTE]
         support.check_inputs_are_ids(self)
         patch.follow_model(self)
-        with patch.attention():
-            since, output = len(patch.created), None
-            patch.generating += 1
-            try:
-                output = super().generate(*args, **kwargs)  # type: ignore[misc]
-                return output
-            finally:
-                patch.generating -= 1
-                patch.release(since, output)
+        return patch.run(_generated, patch, super().generate, args, kwargs)  # type: ignore[misc]
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: Any, *args: Any, **kw: Any) -> Any:
         patch: Patch = self.__dict__[ATTRIBUTE]
@@ -62,7 +49,8 @@ class _PatchedMethods:
         if given is not None or type(native) is not DynamicCache or native.offloading or wants_weights:
             return result
         cache = model_kwargs[patch.cache_name] = patch.new_cache(self)
-        patch.created.append(cache)
+        if patch.created is not None:
+            patch.created.append(cache)
         if patch.watch.row_watchers() is None:
             cache.state.copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if any(getattr(layer, "record_past", False) for layer in native.layers):
@@ -80,6 +68,30 @@ class _PatchedMethods:
         """Copies and pickles are of the unpatched model."""
         state = {name: value for name, value in self.__dict__.items() if name != ATTRIBUTE}
         return _new, (self.__dict__[ATTRIBUTE].original_class,), state
+
+
+@skipped
+def _planned(model: Any, patch: Patch, cache: PagedCache, call: Any, args: Any, kwargs: Any) -> Any:
+    call = plan(model, patch, cache, call, args, kwargs)
+    is_compiled = model._compiled_call_impl or "forward" in model.__dict__
+    if is_compiled or callable(get_eval_frame_callback()):  # the last: inside torch.compile(model)
+        make_traceable(model, cache, kwargs)
+    return call(*args, **kwargs)
+
+
+def _generated(patch: Patch, generate: Any, args: Any, kwargs: Any) -> Any:
+    outer, output = patch.created, None
+    created: list[PagedCache] = []
+    try:
+        try:
+            patch.created = created
+            output = generate(*args, **kwargs)
+            return output
+        finally:
+            patch.created = outer
+            patch.release(created, output)
+    finally:  # an interrupt within the two lines above
+        patch.created = outer
 
 
 def _new(original: Any) -> Any:

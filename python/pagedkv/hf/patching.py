@@ -65,6 +65,7 @@ def patch(
         The same model.
 
     Raises:
+        TypeError: the model is none of transformers.
         UnsupportedModelError: blocks can not serve the model; it is left as it was, and the message says why.
         ValueError: the model is patched with other settings, or a setting is out of its range.
     """
@@ -140,7 +141,7 @@ def _probe_paged(model: PreTrainedModel, handle: Patch, probe: Probe) -> None:
     except support.UnsupportedModelError:
         raise
     except Exception as error:
-        raise support.refuse(model, f"{type(error).__name__}: {error}") from error
+        raise support.failed(model, error, "its short generation fails") from error
     if not any(layer.spec for layer in cache.state.layers):
         raise support.refuse(model, "its forward does not write to the cache it is given")
     probe.check_generated(paged)

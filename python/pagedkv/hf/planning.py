@@ -36,7 +36,7 @@ def plan(
         return call
     if patch.pool.prefix_caching:
         reuse.follow(patch.watch, state)
-        if not patch.generating:
+        if patch.created is None:
             reuse.follow_call(patch.watch, patch.cache_name, state, inputs, args, kwargs)
     if state.rows is None and not any(layer.spec for layer in state.layers):
         patch.teach(model, cache)  # the caller made it

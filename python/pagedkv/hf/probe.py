@@ -17,7 +17,7 @@ import pagedkv_ops
 
 from .attention import NAME, paged_attention
 from .layers import INDICES, PAGED, PagedLayer
-from .support import refuse
+from .support import failed, refuse
 from .tags import TAG
 
 NEW_TOKENS = 3
@@ -63,8 +63,7 @@ class Probe:
             with _rounded_embeddings(model, rounding):
                 moved = self.run(generate)
         except Exception as error:
-            reason = f"it does not generate from token ids alone ({type(error).__name__}: {error})"
-            raise refuse(model, reason) from error
+            raise failed(model, error, "it does not generate from token ids alone") from error
         self.tokens: list[list[int]] = own.sequences[:, ids.shape[1] :].tolist()
         self._logits = own.logits  # per new token [2, vocabulary]
         self.sensitivity = max(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..tensor_parallel import split_kv_heads
 from .cache import PagedCache, layer_kinds
+from .identity import hook_dicts
 from .layers import PAGED, PagedLayer
 
 
@@ -21,6 +23,21 @@ class UnsupportedModelError(NotImplementedError):
 
 def refuse(model: Any, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"pagedkv: {type(model).__name__} can not be served from blocks: {reason}")
+
+
+def failed(model: PreTrainedModel, error: Exception, words: str) -> UnsupportedModelError:
+    """The refusal of a model whose short generation ended with an error; names the hook that raised it, if one did."""
+    text = f"{type(error).__name__}: {error}"
+    ran = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+    for hook in (hook for hooks in hook_dicts(model.modules()) for hook in hooks.values()):
+        function = getattr(hook, "func", hook)  # of a functools.partial
+        if {getattr(function, "__code__", None), getattr(type(function).__call__, "__code__", None)} & ran:
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            return UnsupportedModelError(
+                f"pagedkv: the hook {name} of {type(model).__name__} raised {text} in the short generation, of one and "
+                "of two rows, that a model is accepted by; register it after that"
+            )
+    return refuse(model, f"{words} ({text})")
 
 
 def base_model(model: Any) -> Any:
