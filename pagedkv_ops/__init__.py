@@ -10,6 +10,7 @@ from .attention import paged_attention, paged_attention_append, paged_attention_
 from .backends import backends
 from .blocks import copy_blocks, gather_kv, swap_blocks
 from .states import merge_states
+from .warming import warm_up
 from .writing import write_kv
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "paged_attention_append",
     "paged_attention_with_lse",
     "swap_blocks",
+    "warm_up",
     "write_kv",
 ]
 

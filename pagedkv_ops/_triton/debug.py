@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 
-import torch
 from torch import Tensor
 
 from .. import value_checks
@@ -15,12 +14,8 @@ from ..arguments import Attention
 from . import launch
 
 
-def capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 def enabled() -> bool:
-    return os.environ.get("PAGEDKV_CHECK") == "1" and not capturing()
+    return os.environ.get("PAGEDKV_CHECK") == "1" and not launch.capturing()
 
 
 def check_write(op: str, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +42,47 @@ def recording() -> Iterator[list[Launch]]:
         _recorded = None
 
 
-def is_recording() -> bool:
-    return _recorded is not None
+def is_aside() -> bool:
+    """Whether launches are collected or compiled, instead of started."""
+    return _recorded is not None or getattr(_running, "kernels", None) is not None
+
+
+@contextmanager
+def compiling() -> Iterator[set[Any]]:
+    """Compile what would be launched in this thread, and collect the kernels."""
+    _running.kernels = kernels = set()
+    try:
+        yield kernels
+    finally:
+        _running.kernels = None
+
+
+def capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def _compiling_refused(kernel: Any) -> Iterator[None]:
+    """For a capture: it would break at the first load of a kernel, with an error that names neither op nor remedy."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            f"{kernel.__name__}: must be compiled before a CUDA graph is captured, got a first call inside one; "
+            "call pagedkv_ops.warm_up, or the op once with such arguments, before it"
+        )
+
+    kernel._do_compile = refuse
+    try:
+        yield
+    finally:
+        del kernel._do_compile
+
+
+def _run(kernel: Any, like: Tensor, grid: Any, args: Any, meta: Any, warmup: bool = False) -> Any:
+    if INTERPRETED:
+        return kernel[grid](*args, **meta)
+    with torch.cuda.device_of(like), _compiling_refused(kernel) if capturing() else nullcontext():
+        return kernel.run(*args, grid=grid, warmup=warmup, **meta)
 
 
 @contextmanager
@@ -72,8 +111,10 @@ def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *args: Any, **meta:
     if _recorded is not None:
         _recorded.append(Launch(kernel, grid, args, meta))
         return
-    with torch.cuda.device_of(like):
-        compiled = kernel[grid](*args, **meta)
+    if (kernels := getattr(_running, "kernels", None)) is not None:
+        kernels.add(compiled_for(kernel, like, *args, **meta))
+        return
+    compiled = _run(kernel, like, grid, args, meta)
     if (trace := _trace()) is not None:
         trace.launched(compiled, Launch(kernel, grid, args, meta))
 
@@ -82,8 +123,8 @@ def compiled_for(kernel: Any, like: Tensor, *args: Any, **meta: Any) -> Any:
     """Triton's compiled kernel for a launch with these arguments, loaded; None where no device is there to load it."""
     if INTERPRETED or _recorded is not None:
         return None
+    compiled = _run(kernel, like, None, args, meta | OPTIONS, warmup=True)
     with torch.cuda.device_of(like):
-        compiled = kernel.run(*args, grid=None, warmup=True, **meta | OPTIONS)
         compiled[(1, 1, 1)]  # loads it, which tells its registers
     return compiled
 

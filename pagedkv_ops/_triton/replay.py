@@ -169,7 +169,7 @@ def replayed(op: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(op)
     def call(*args: Any, **options: Any) -> Any:
-        if launch.INTERPRETED or launch.is_recording() or debug.enabled():
+        if launch.INTERPRETED or launch.is_aside() or debug.enabled():
             return op(*args, **options)
         key: list[Any] = []
         tensors: list[Tensor] = []

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import checks, value_checks
-from . import debug
 from .blocks import INTEGER
+from .launch import capturing
 
 _STAGE_BYTES = 16 << 20  # of a buffer: long enough to reach full PCIe speed, short enough to overlap
 
@@ -25,7 +25,7 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     checks.check_swap_blocks(src, dst, block_mapping)
     value_checks.check_places("swap_blocks", "dst", dst)
     value_checks.check_block_mapping("swap_blocks", block_mapping, src.size(0), dst.size(0))  # it lives on the CPU
-    if debug.capturing():
+    if capturing():
         raise RuntimeError(
             "swap_blocks: the current stream must not be capturing a CUDA graph, as a replay would leave out what the "
             "host does; got one under capture"
