@@ -141,7 +141,7 @@ def _attend(state, key_range, rows, cache, table, new, num_slots, kv_head, windo
 @triton.jit
 def _store_rows(out_ptr, lse_ptr, out_row, row_mask, state, SPEC: tl.constexpr):
     acc, highest_logit, denominator = state
-    seen = denominator != 0.0  # true for NaN
+    seen = (denominator != 0.0) | (highest_logit == float("inf"))  # true for NaN
     denominator = tl.where(seen, denominator, 1.0)
     acc = tl.where(seen[:, None], acc / denominator[:, None], 0.0)
     dv_range = tl.arange(0, SPEC.BLOCK_DV)

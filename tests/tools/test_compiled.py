@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed (pip install trito
 
 import triton
 
+from pagedkv_ops._triton import config
 from pagedkv_ops._triton.tuned import TABLE
 from tests.triton.worker import Kernels
 from tools import compile_report, offline, tune
@@ -82,6 +83,41 @@ def test_one_split_uses_the_same_arithmetic_for_decode_and_prefill(compiler: Ker
     decode, prefill = compiler.run(_float_instructions, "sm_90", names)
     assert any(name.startswith("HMMA") for name in decode)
     assert decode == prefill
+
+
+def _ptx_and_contracted(arch: str, name: str) -> tuple[str, dict[bool, int]]:
+    """The PTX, and how many fused products the machine code has with and without the fusion of the launch."""
+    launch = compile_report.launch_of(arch, name)
+    assert launch.meta["enable_fp_fusion"]
+    fused = {}
+    for fusion in (False, True):
+        compiled = offline.compile_launch(launch._replace(meta=launch.meta | {"enable_fp_fusion": fusion}), 90)
+        fused[fusion] = offline.float_instructions(compiled).get("FFMA", 0)
+    return compiled.asm["ptx"], fused
+
+
+def test_what_the_kernels_rely_on_when_compiled(compiler: Kernels) -> None:
+    """``_triton/README.md`` states it; the interpreter has no fusion, and its maxima keep NaN."""
+    ptx, fused = compiler.run(_ptx_and_contracted, "sm_90", "combine bfloat16 D=128")
+    assert fused[True] > fused[False]
+    assert "max.f32" in ptx
+    assert "max.NaN" not in ptx
+    assert "setp.neu.f32" in ptx or "setp.equ.f32" in ptx  # denominator != 0, true for NaN
+
+
+@pytest.mark.parametrize(("backend", "arch"), [("cuda", 80), ("cuda", 90), ("cuda", 100), ("hip", "gfx942")])
+def test_no_matrix_product_is_below_the_smallest_of_a_target(backend: str, arch: int | str) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.language import block_type, float16, float32
+
+    codegen = make_backend(GPUTarget(backend, arch, 64 if backend == "hip" else 32))
+    smallest = codegen.get_codegen_implementation(codegen.parse_options({}))["min_dot_size"]
+    for dtype in (float16, float32):
+        m, n, k = smallest(block_type(dtype, [16, 16]), block_type(dtype, [16, 16]))
+        for block_m, block_n, *_ in TABLE.values():
+            assert min(block_m, config.padded(1)) >= m  # rows are as many as a group of heads has, from 16 on
+            assert min(block_n, config.padded(1)) >= max(n, k)  # q.k sums over a head, p.v over a tile's keys
 
 
 def test_problems_are_found() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from pagedkv_ops import reference
 from tests.ops.builders import make_case, mean_probe
 
+from .test_interpreter_checks import call_with_source
 from .worker import Kernels
 
 F16 = torch.float16
@@ -138,6 +139,19 @@ def test_an_infinite_logit_leaves_an_infinite_lse(kernels: Kernels, num_splits: 
     case.query[0, 0] = 1e30
     _, lse = kernels.op("paged_attention_with_lse", *case.args, num_splits=num_splits)
     assert lse[0, 0] == math.inf
+    assert lse[0, 1].isfinite()
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_a_fused_product_past_float32_leaves_an_infinite_lse(kernels: Kernels, num_splits: int) -> None:
+    """A compiler may fuse the scale into the subtraction: of an infinite maximum then -inf, not NaN, is left."""
+    case = make_case(query_lens=(1,), seq_lens=(200,), heads=(2, 2), head_size=16)
+    case.query[0, 0] *= 1e30
+    plain, fused = "logits - base[:, None]", 'tl.where(logits == float("inf"), float("-inf"), logits - base[:, None])'
+    call = ("paged_attention_with_lse", case.args, {"num_splits": num_splits, "scale": 1e20})
+    out, lse = kernels.run(call_with_source, "attention_tile._online_softmax", plain, fused, *call)
+    assert lse[0, 0] == math.inf
+    assert out[0, 0].isnan().all()
     assert lse[0, 1].isfinite()
 
 

@@ -78,17 +78,24 @@ class Kernels:
         self._process.wait()
 
 
+def _plain_call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
 def _serve() -> None:
     torch.set_default_device(DEVICE)
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints of the functions must not end up among the replies
+    call = _plain_call
+    if os.environ["TRITON_INTERPRET"] == "1":
+        from .interpreter_checks import checked_call as call
     while True:
         try:
             function, args = _receive(requests, DEVICE)
         except EOFError:
             return
         try:
-            reply = (function(*args), None, "")
+            reply = (call(function, *args), None, "")
         except Exception as error:
             reply = (None, error, traceback.format_exc())
         _send(replies, reply)
