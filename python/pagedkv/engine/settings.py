@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -27,7 +28,7 @@ from transformers.generation import GenerationMode
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from ..errors import InvalidArgumentError
-from .generation_checks import check_callables, check_served, check_settings, check_vocabulary, convert_numbers
+from .generation_checks import check_callables, check_forced, check_served, check_settings, convert_numbers
 
 # warpers that look at each row of scores alone: rows of several requests go through them together
 _ROW_WISE = (
@@ -102,11 +103,13 @@ class Settings:
                 logits_processor=LogitsProcessorList(processors),
                 device=self.device,
             )
+            self.deadline = None if config.max_time is None else time.monotonic() + config.max_time
         self.is_plain = not self.processors and not self.do_sample
         self.key = self._key()
+        if self.key is None:
+            self._try_processors(processors, prompt, model.config.get_text_config(decoder=True).vocab_size)
         eos = config._eos_token_tensor
         self.eos = frozenset() if eos is None else frozenset(eos.tolist())
-        self.deadline = time.monotonic() + config.max_time if config.max_time is not None else None
         self.criteria = StoppingCriteriaList(criteria)
         if config.stop_strings:
             with _checks_of_transformers():
@@ -119,6 +122,17 @@ class Settings:
                 max_matching_ngram_size=config.max_matching_ngram_size or 2,
                 max_length=config.max_length,
             )
+
+    def _try_processors(self, given: Seq[Any], prompt: list[int], vocabulary: int) -> None:
+        """Call copies of what transformers made once: some settings it looks at no sooner than there.
+
+        Those of the caller's own are not: they may count their calls.
+        """
+        ids, scores = as_ids(prompt, self.device), torch.zeros((1, vocabulary), device=self.device)
+        for processor in self.processors:
+            if all(processor is not other for other in given):
+                with _checks_of_transformers(f"{type(processor).__name__}: "):
+                    copy.deepcopy(processor)(ids, scores)
 
     def _key(self) -> tuple[Any, ...] | None:
         """Requests with equal keys share their processors' calls; None: every row by itself, with its own ids."""
@@ -150,12 +164,12 @@ class Settings:
 
 
 @contextmanager
-def _checks_of_transformers() -> Iterator[None]:
-    """Its checks go beyond ours: what they refuse is the caller's, and any other exception is a fault."""
+def _checks_of_transformers(place: str = "") -> Iterator[None]:
+    """What it refuses is the caller's, whatever it raises for that."""
     try:
         yield
-    except (ValueError, TypeError) as error:
-        text = f"generation_config: expected settings that generate takes, got some that it refuses: {error}"
+    except Exception as error:
+        text = f"generation_config: expected settings that generate takes, got some that it refuses: {place}{error}"
         raise InvalidArgumentError(text) from error
 
 
@@ -177,7 +191,7 @@ def _merge(
         names = sorted(unknown)
         hint = "; num_return_sequences is the number of samples" if "n" in unknown else ""
         raise InvalidArgumentError(f"{', '.join(names)}: not an option of GenerationConfig or of add_request{hint}")
-    check_vocabulary(config, model.get_input_embeddings().num_embeddings)
+    check_forced(config, model.get_input_embeddings().num_embeddings)
     convert_numbers(config)
     if config.encoder_no_repeat_ngram_size:  # transformers makes as many lists, and a prompt has no longer n-gram
         config.encoder_no_repeat_ngram_size = min(config.encoder_no_repeat_ngram_size, num_prompt + 1)
