@@ -43,6 +43,12 @@ class Engine:
     Raises:
         UnsupportedModelError: the model needs more than (token, position, keys and values); the message says what.
         InvalidArgumentError, ValueError: a setting out of its range.
+
+    Example:
+        >>> with pagedkv.Engine(model, num_blocks=64) as engine:
+        ...     results = engine.generate([[1, 2, 3], [4, 5]], max_new_tokens=4)
+        >>> [len(result.token_ids) for result in results]
+        [4, 4]
     """
 
     def __init__(

@@ -97,6 +97,14 @@ class PagedCache(Cache):  # type: ignore[misc]
         NotImplementedError: a layer keeps something that blocks do not hold; the message names it.
         InvalidArgumentError: a setting is out of its range, or settings exclude one another.
         OutOfBlocksError: in a forward that the pool has too few blocks for; nothing was changed.
+
+    Example:
+        >>> model.set_attn_implementation("pagedkv")
+        >>> cache = pagedkv.PagedCache(model.config, num_blocks=64)
+        >>> tokens = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, cache=cache)
+        >>> cache.get_seq_length()
+        6
+        >>> model.set_attn_implementation("sdpa")
     """
 
     def __init__(

@@ -38,6 +38,12 @@ class Pool:
         manager: the :class:`pagedkv.KVCacheManager` behind it.
         peak_used_blocks: the most blocks that were in use at once.
         layer_modes: of a patched model, see :func:`pagedkv.layer_modes`; empty for any other pool.
+
+    Example:
+        >>> pool = pagedkv.hf.Pool(num_blocks=64, block_size=16)
+        >>> first, second = (pagedkv.PagedCache(model.config, pool=pool) for _ in range(2))
+        >>> pool.manager.num_free_blocks
+        63
     """
 
     def __init__(

@@ -68,6 +68,12 @@ def patch(
         TypeError: the model is none of transformers.
         UnsupportedModelError: blocks can not serve the model; it is left as it was, and the message says why.
         ValueError: the model is patched with other settings, or a setting is out of its range.
+
+    Example:
+        >>> _ = pagedkv.patch(model, num_blocks=64)
+        >>> model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4).shape
+        torch.Size([1, 7])
+        >>> _ = pagedkv.unpatch(model)
     """
     block_size, num_blocks = check_settings(block_size, num_blocks, memory, kv_dtype)
     options = {
@@ -161,7 +167,21 @@ def _size_pool(model: PreTrainedModel, handle: Patch) -> None:
 
 
 def unpatch(model: Model) -> Model:
-    """Give a model back its own ``generate`` and attention. Caches that it returned can not be continued after it."""
+    """Give a model back its own ``generate`` and attention. Caches that it returned can not be continued after it.
+
+    Args:
+        model: a model, also inside a PEFT or a compiled module; nothing happens where it is not patched.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: the model is none of transformers.
+
+    Example:
+        >>> pagedkv.unpatch(pagedkv.patch(model, num_blocks=64)) is model
+        True
+    """
     target = _target(model)
     handle: Patch | None = target.__dict__.pop(ATTRIBUTE, None)
     if handle is not None:
@@ -173,7 +193,20 @@ def unpatch(model: Model) -> Model:
 
 @contextmanager
 def patched(model: Model, **options: Any) -> Iterator[Model]:
-    """``with patched(model): ...``: :func:`patch` on entry, :func:`unpatch` on exit if it was not patched before."""
+    """Patch on entry, and unpatch on exit if the model was not patched before.
+
+    Args:
+        model, options: as for :func:`patch`.
+
+    Raises:
+        TypeError, UnsupportedModelError, ValueError: as :func:`patch` does.
+
+    Example:
+        >>> with pagedkv.patched(model, num_blocks=64):
+        ...     tokens = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4)
+        >>> bool((tokens == model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4)).all())
+        True
+    """
     was_patched = ATTRIBUTE in _target(model).__dict__
     try:
         yield patch(model, **options)
@@ -183,10 +216,18 @@ def patched(model: Model, **options: Any) -> Iterator[Model]:
 
 
 def pool(model: Any) -> Pool:
-    """The pool of a patched model.
+    """Give the pool of a patched model.
+
+    Args:
+        model: a patched model, also inside a PEFT or a compiled module.
 
     Raises:
         ValueError: the model is not patched.
+
+    Example:
+        >>> with pagedkv.patched(model, num_blocks=64):
+        ...     pagedkv.pool(model).manager.num_free_blocks
+        63
     """
     handle: Patch | None = _target(model).__dict__.get(ATTRIBUTE)
     if handle is None:
@@ -195,7 +236,18 @@ def pool(model: Any) -> Pool:
 
 
 def clear_prefix_cache(model: Any) -> None:
-    """Forget the prefixes of a patched model. Needed after changes that do not show in its parameters."""
+    """Forget the prefixes of a patched model. Needed after changes that do not show in its parameters.
+
+    Args:
+        model: a patched model, also inside a PEFT or a compiled module.
+
+    Raises:
+        ValueError: the model is not patched.
+
+    Example:
+        >>> with pagedkv.patched(model, num_blocks=64, prefix_caching=True):
+        ...     pagedkv.clear_prefix_cache(model)
+    """
     pool(model)
     _target(model).__dict__[ATTRIBUTE].watch.clear()
 
@@ -214,12 +266,8 @@ def layer_modes(model: Any) -> list[str]:
         ValueError: the model is not patched.
 
     Example:
-        >>> import pagedkv, transformers
-        >>> config = transformers.LlamaConfig(
-        ...     vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-        ... )
-        >>> model = pagedkv.patch(transformers.LlamaForCausalLM(config).eval(), num_blocks=8)
-        >>> pagedkv.layer_modes(model)
+        >>> with pagedkv.patched(model, num_blocks=64):
+        ...     pagedkv.layer_modes(model)
         ['paged', 'paged']
     """
     return list(pool(model).layer_modes)
