@@ -42,6 +42,17 @@ def count_near_ties(model, results, **options):
     return near_ties
 
 
+def count_scored_near_ties(model, result):
+    """How many tokens are not the model's choice after those before them, in one forward; fails but at near-ties."""
+    start = len(result.prompt_ids)
+    with torch.no_grad():
+        logits = model(torch.tensor([result.prompt_ids + result.token_ids])).logits[0, start - 1 : -1]
+    behind = logits.amax(-1) - logits.gather(1, torch.tensor(result.token_ids)[:, None])[:, 0]
+    assert result.error is None, result
+    assert behind.max() < NEAR_TIE, (result, behind)
+    return int((behind > 0).sum())
+
+
 def assert_native(model, results, near_ties_allowed=None, **options):
     """Every result has the greedy tokens of its prompt alone; near-ties in at most 1 of 100 requests."""
     near_ties = count_near_ties(model, results, **options)
