@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pagedkv
+from pagedkv.engine import compiling
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +39,12 @@ def build_llama(**changes):
 @pytest.fixture(scope="session")
 def llama():
     return build_llama()
+
+
+@pytest.fixture
+def untuned(monkeypatch):
+    """Compile without the search for the fastest matrix products, which takes most of the time."""
+    monkeypatch.setitem(compiling._CPU_OPTIONS, "max_autotune_gemm", False)
 
 
 @pytest.fixture

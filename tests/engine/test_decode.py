@@ -63,7 +63,7 @@ def test_speculation_and_samples_beside_compiled_steps(llama, compiled):
     assert len({tuple(result.token_ids) for result in results}) == 6
 
 
-def test_engines_do_not_take_each_others_graphs(compiled):
+def test_engines_do_not_take_each_others_graphs(compiled, untuned):
     """Graphs are used without looking at the model they were made of."""
     from .conftest import build_llama
 
@@ -77,7 +77,7 @@ def test_engines_do_not_take_each_others_graphs(compiled):
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_compiled_steps_of_one_and_two_tokens(make_engine, most):
+def test_compiled_steps_of_one_and_two_tokens(make_engine, untuned, most):
     """Fewer tokens than a graph is traced with."""
     from .conftest import build_llama
 

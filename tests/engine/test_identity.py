@@ -185,7 +185,7 @@ def test_scale_is_identity(make_engine):
         assert engine.generate([PROMPT], max_new_tokens=6)[0].token_ids == expected
 
 
-def test_a_compiled_engine_refuses_another_scale(make_engine):
+def test_a_compiled_engine_refuses_another_scale(make_engine, untuned):
     model, wrapper = with_adapters(["v_proj"], layers=1)
     engine = make_engine(model, compile=True)
     expected = native(model, PROMPT, max_new_tokens=6, do_sample=False)
