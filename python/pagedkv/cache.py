@@ -12,8 +12,7 @@ import pagedkv_ops
 from pagedkv.errors import integer, listed, refused
 from pagedkv.manager.blocks import MAX_BLOCKS
 from pagedkv.manager.groups import MAX_BLOCK_SIZE
-
-Pairs = Sequence[tuple[int, int]]
+from pagedkv.manager.moves import BlockPairs
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class PagedKVCache:
         """Bytes reserved on the layers' devices."""
         return self.num_blocks * self.block_bytes
 
-    def copy(self, pairs: Pairs) -> None:
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Apply ``manager.take_copies()``: (source, destination) blocks, in every layer; one op call per device.
 
         Raises:
@@ -133,7 +132,7 @@ class PagedKVCache:
         for device, tensors in self._by_device().items():
             pagedkv_ops.copy_blocks(tensors, mapping.to(device))
 
-    def swap_out(self, pairs: Pairs) -> None:
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (device block, host block) pairs to the host pool, in every layer.
 
         Raises:
@@ -141,7 +140,7 @@ class PagedKVCache:
         """
         self._swap(pairs, to_host=True)
 
-    def swap_in(self, pairs: Pairs) -> None:
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (host block, device block) pairs back from the host pool, in every layer.
 
         Raises:
@@ -149,14 +148,14 @@ class PagedKVCache:
         """
         self._swap(pairs, to_host=False)
 
-    def apply(self, swaps: tuple[Pairs, Pairs], copies: Pairs) -> None:
+    def apply(self, swaps: tuple[BlockPairs, BlockPairs], copies: BlockPairs) -> None:
         """Apply a step's pending block moves in the order the manager's contract gives: swap-outs, copies, swap-ins."""
         swap_out, swap_in = swaps
         self.swap_out(swap_out)
         self.copy(copies)
         self.swap_in(swap_in)
 
-    def _swap(self, pairs: Pairs, to_host: bool) -> None:
+    def _swap(self, pairs: Sequence[tuple[int, int]], to_host: bool) -> None:
         if not pairs:
             return
         mapping = torch.tensor(pairs, dtype=torch.int64)

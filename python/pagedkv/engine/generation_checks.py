@@ -85,7 +85,7 @@ def check_served(config: GenerationConfig | None, options: Mapping[str, Any], ow
             raise refused(name, " or ".join(map(repr, accepted)) + f" ({instead})", value)
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
+def check_generation(settings: Mapping[str, Any]) -> None:
     """Refuses lengths, counts and token ids that transformers takes as they are; the rest its processors refuse.
 
     Args:

@@ -28,7 +28,7 @@ from transformers.generation import GenerationMode
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from ..errors import InvalidArgumentError
-from .generation_checks import check_callables, check_forced, check_served, check_settings, convert_numbers
+from .generation_checks import check_callables, check_forced, check_generation, check_served, convert_numbers
 
 # warpers that look at each row of scores alone: rows of several requests go through them together
 _ROW_WISE = (
@@ -182,7 +182,8 @@ def _merge(
 ) -> GenerationConfig:
     """A config of its own for one request, with lengths and special tokens as `generate` prepares them."""
     given = {} if config is None else {name: value for name, value in vars(config).items() if value is not None}
-    check_settings({**vars(model.generation_config), **given, **options})  # what generate compares with numbers at once
+    # before generate compares with numbers
+    check_generation({**vars(model.generation_config), **given, **options})
     given_length = options.get("max_length") or (config and config.max_length)
     given_min = options.get("min_length") or (config and config.min_length)
     with _checks_of_transformers():
