@@ -41,7 +41,7 @@ class Report(NamedTuple):
     async_copies_128: int
     loads_128: int
     stores_128: int
-    instructions: int
+    loop_instructions: int  # of the shortest loop with a matrix product: a tile of keys that every row sees whole
 
 
 def _argument(value: Any, specialise: bool) -> tuple[str, bool]:
@@ -85,10 +85,13 @@ def _source(launch: Launch) -> ASTSource:
     return ASTSource(launch.kernel, signature, constants, attributes)
 
 
-def compile_launch(launch: Launch, capability: int) -> Any:
-    """Triton's compiled kernel (``.asm["ttgir" | "ptx" | "cubin"]``); capability 90 is sm_90."""
+def compile_launch(launch: Launch, target: int | str) -> Any:
+    """Triton's compiled kernel (``.asm["ttgir" | "ptx" | "cubin" | "amdgcn"]``); target 90 is sm_90, else "gfx942"."""
     options = {name: launch.meta[name] for name in _OPTIONS if name in launch.meta}
-    return triton.compile(_source(launch), target=GPUTarget("cuda", capability, 32), options=options)
+    if isinstance(target, int):
+        return triton.compile(_source(launch), target=GPUTarget("cuda", target, 32), options=options)
+    threads = 64 if target.startswith("gfx9") else 32
+    return triton.compile(_source(launch), target=GPUTarget("hip", target, threads), options=options)
 
 
 def _disassembled(compiled: Any) -> tuple[str, str]:
@@ -105,7 +108,45 @@ def float_instructions(compiled: Any) -> dict[str, int]:
     return dict(sorted(Counter(re.findall(names, _disassembled(compiled)[1])).items()))
 
 
+def _shortest_loop(sass: str) -> int:
+    """Instructions of the shortest backward jump over a matrix product, 0 without one."""
+    labels: dict[str, int] = {}
+    instructions: list[str] = []
+    shortest = 0
+    for label, instruction in re.findall(r"^\s*(\.L_x_\w+):|/\*[0-9a-f]{4,}\*/\s+(.*?);", sass, re.MULTILINE):
+        if label:
+            labels[label] = len(instructions)
+            continue
+        instructions.append(instruction)
+        jump = re.search(r"\bBRA\b.*?(\.L_x_\w+)", instruction)
+        if jump and jump[1] in labels:
+            loop = instructions[labels[jump[1]] :]
+            if any("MMA" in each for each in loop) and not 0 < shortest < len(loop):
+                shortest = len(loop)
+    return shortest
+
+
+def _inspect_amd(compiled: Any) -> Report:
+    """Vector registers count; of instructions only those that every kernel has."""
+    code = compiled.asm["amdgcn"]
+    accesses = [len(re.findall(rf"\b(?:global|buffer)_{kind}_(?:b128|dwordx4)\b", code)) for kind in ("load", "store")]
+    return Report(
+        registers=_number(r"\.vgpr_count:\s+(\d+)", code),
+        shared_bytes=compiled.metadata.shared,
+        stack_bytes=_number(r"\.private_segment_fixed_size:\s+(\d+)", code),
+        local_memory_instructions=_number(r"\.vgpr_spill_count:\s+(\d+)", code),
+        tensor_core_instructions=0,
+        tensor_core="",
+        async_copies_128=0,
+        loads_128=accesses[0],
+        stores_128=accesses[1],
+        loop_instructions=0,
+    )
+
+
 def inspect(compiled: Any) -> Report:
+    if "amdgcn" in compiled.asm:
+        return _inspect_amd(compiled)
     usage, sass = _disassembled(compiled)
     tensor_core = re.findall(r"\b(HGMMA|HMMA|UTCHMMA|UTC\w*MMA|QGMMA|IMMA|OMMA)\b", sass)
 
@@ -122,14 +163,14 @@ def inspect(compiled: Any) -> Report:
         async_copies_128=count(r"\bLDGSTS\.\S*128"),
         loads_128=count(r"\bLDG\.\S*128"),
         stores_128=count(r"\bSTG\.\S*128"),
-        instructions=count(r"/\*[0-9a-f]{4,}\*/"),
+        loop_instructions=_shortest_loop(sass),
     )
 
 
 def _number(pattern: str, text: str) -> int:
     found = re.search(pattern, text)
     if found is None:
-        raise RuntimeError(f"cuobjdump reports no {pattern}: {text}")
+        raise RuntimeError(f"the assembler reports no {pattern}: {text}")
     return int(found[1])
 
 

@@ -66,6 +66,8 @@ class Spec(NamedTuple):
     RELOAD: bool
     COMPUTE: Any  # operand type of the matrix products
     OFFSETS: Any  # integers that hold slot * stride and column * stride
+    SAME_STRIDES: bool  # of keys and values
+    SLOTS: int  # keys of a tile that share a block id
     HEAD_TILES: int  # per group
     TILE_HEADS: int
     TILE_TOKENS: int

@@ -98,6 +98,7 @@ def _arguments(
         ALIBI=a.alibi_slopes is not None,
         COMPUTE=TL_DTYPES[torch.promote_types(query.dtype, key_cache.dtype)],
         OFFSETS=_offsets(key_cache, value_cache, block_table),
+        SAME_STRIDES=key_cache.stride()[:2] == value_cache.stride()[:2],
     )
     args = (
         Tokens(query, *query.stride()[:2]),

@@ -55,6 +55,31 @@ def _online_softmax(logits, highest_logit, denominator):
 
 
 @triton.jit
+def _rows(start, lowest, stop, cache, table, MASKED: tl.constexpr, SPEC: tl.constexpr):
+    """[BLOCK_N] each: the keys' slots of the cache, pointers to keys and to values, and whether they may be read.
+
+    Block ids are loaded once per block where blocks and tiles are multiples of each other, else once per key.
+    """
+    SLOTS: tl.constexpr = SPEC.SLOTS
+    COLUMNS: tl.constexpr = SPEC.BLOCK_N // SLOTS
+    first = start + tl.arange(0, COLUMNS) * SLOTS  # of the keys that share a block id
+    block_ptr = table[0] + (first // SPEC.BLOCK_SIZE).to(SPEC.OFFSETS) * table[1]
+    if MASKED:
+        block = tl.load(block_ptr, (first + (SLOTS - 1) >= lowest) & (first < stop), other=-1)
+    else:
+        block = tl.load(block_ptr)
+    block = tl.reshape(tl.broadcast_to(block[:, None], [COLUMNS, SLOTS]), [SPEC.BLOCK_N])
+    readable = (block >= 0) & (block < table[2])
+    block = block.to(tl.int64)
+    slot = ((start + tl.arange(0, SPEC.BLOCK_N)) % SPEC.BLOCK_SIZE).to(SPEC.OFFSETS)
+    key_rows = block * cache[1] + slot * cache[2]
+    value_rows = key_rows
+    if not SPEC.SAME_STRIDES:
+        value_rows = block * cache[4] + slot * cache[5]
+    return block * SPEC.BLOCK_SIZE + slot, cache[0] + key_rows, cache[3] + value_rows, readable
+
+
+@triton.jit
 def attend_tile(
     start,  # position of the first key
     lowest,  # visible keys: the first, and their end
@@ -77,18 +102,11 @@ def attend_tile(
     dv_range = tl.arange(0, SPEC.BLOCK_DV)
     key_position = start + tl.arange(0, SPEC.BLOCK_N)
     in_range = (key_position >= lowest) & (key_position < stop)
-    block_ptr = table[0] + (key_position // SPEC.BLOCK_SIZE).to(SPEC.OFFSETS) * table[1]
+    slot, key_rows, value_rows, readable = _rows(start, lowest, stop, cache, table, MASKED, SPEC)
     if MASKED:
-        block = tl.load(block_ptr, in_range, other=-1)
-    else:
-        block = tl.load(block_ptr)
-    readable = (block >= 0) & (block < table[2])
-    block = block.to(tl.int64)
-    slot = (key_position % SPEC.BLOCK_SIZE).to(SPEC.OFFSETS)
-    key_rows = cache[0] + (block * cache[1] + slot * cache[2])
-    value_rows = cache[3] + (block * cache[4] + slot * cache[5])
+        readable &= in_range
     if APPENDED:  # never read what another program may be writing
-        writer = writers(new.slots_ptr, num_slots, block * SPEC.BLOCK_SIZE + slot)
+        writer = writers(new.slots_ptr, num_slots, slot)
         key_rows, value_rows = rows_of_writers(new, writer, kv_head, key_rows, value_rows)
     key_mask = readable[None, :] & (d_range < SPEC.D)[:, None]
     key = convert(tl.load(key_rows[None, :] + d_range[:, None], key_mask, other=0.0), SPEC.COMPUTE)

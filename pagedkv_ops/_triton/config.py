@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,11 @@ def _device(index: int) -> tuple[str, int]:
     """The table's name of an architecture and the number of its multiprocessors."""
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
+    if torch.version.hip or capability < (8, 0):
+        kind = f"AMD {properties.gcnArchName}" if torch.version.hip else "compute capability {}.{}".format(*capability)
+        raise NotImplementedError(
+            f"pagedkv attention needs an NVIDIA GPU of compute capability 8.0 or higher, got {kind} ({properties.name})"
+        )
     name = {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get(capability, "small")
     return name, properties.multi_processor_count
 
@@ -143,6 +149,7 @@ def _plan(a: Attention, rows: int) -> Plan:
         "DEPENDENT": arch in ("sm_90", "sm_100"),
         "ONE_LOOP": invariant,
         "RELOAD": itemsize == 4 and block_d >= 128 and tiles.block_m * block_d >= 4096,
+        "SLOTS": math.gcd(tiles.block_n, block_size),
         "HEAD_TILES": triton.cdiv(group, tile_heads),
         "TILE_HEADS": tile_heads,
         "TILE_TOKENS": tile_tokens,
@@ -157,7 +164,8 @@ def _plan(a: Attention, rows: int) -> Plan:
 
 
 def check_head_size(op: str, a: Attention) -> None:
-    """Tiles hold whole heads in shared memory and registers."""
+    """Tiles hold whole heads in shared memory and registers of a device that is served."""
+    device(a.query)
     compute = torch.promote_types(a.query.dtype, a.key_cache.dtype)
     most = 256 if compute == torch.float32 else 1024
     for name, cache in (("key_cache", a.key_cache), ("value_cache", a.value_cache)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +124,26 @@ def test_launches_set_the_fusion_of_floating_point_operations(name: str) -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_launchers_read_nothing_on_the_host(fake_cuda: None, name: str) -> None:
     assert launches(calls(fake_index_tensors(), "cuda:0")[name])
+
+
+@pytest.mark.parametrize("hip", [None, "6.4"])
+@pytest.mark.parametrize("name", ["decode", "append", "append, decode"])
+def test_attention_names_the_device_that_it_does_not_serve(
+    monkeypatch: pytest.MonkeyPatch, name: str, hip: str | None
+) -> None:
+    """sm_75 and AMD, at the first call and before anything is written."""
+    properties = SimpleNamespace(major=7, minor=5, name="Tesla T4", gcnArchName="gfx942", multi_processor_count=40)
+    if hip:
+        properties = SimpleNamespace(**vars(properties) | {"major": 9, "minor": 4, "name": "MI300X"})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(value_checks, "shares_elements", lambda a, b: False)
+    config._device.cache_clear()
+    got = r"AMD gfx942 \(MI300X\)" if hip else r"compute capability 7.5 \(Tesla T4\)"
+    message = f"attention needs an NVIDIA GPU of compute capability 8.0 or higher, got {got}"
+    with FakeTensorMode(), torch.no_grad(), recording() as recorded, pytest.raises(NotImplementedError, match=message):
+        calls(fake_index_tensors(), "cuda:0")[name]()
+    assert not recorded
 
 
 @pytest.mark.parametrize(
