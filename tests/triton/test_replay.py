@@ -43,7 +43,7 @@ def forget() -> None:
     ],
 )
 def test_a_call_of_a_known_kind_does_little_in_python(driver: FakeDriver, name: str, most: int) -> None:
-    """A count, as times depend on the machine: 300 to 600 Python functions before, see ``benchmarks/bench_host.py``."""
+    """A count, as times depend on the machine: 270 to 480 Python functions before, see ``benchmarks/bench_host.py``."""
     function = calls()[name]
     function()
     driver.started = None
