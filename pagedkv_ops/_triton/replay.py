@@ -163,9 +163,19 @@ def _describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> N
             key.append(value)
 
 
+_memories: list[dict[Any, _Kind]] = []  # of each op
+
+
+def forget() -> None:
+    """For who changes what plans follow from, such as the table of configurations."""
+    for kinds in _memories:
+        kinds.clear()
+
+
 def replayed(op: Callable[..., Any]) -> Callable[..., Any]:
     """The op, which for calls of a known kind costs a look-up and the launches. Debug mode checks every call anew."""
     kinds: dict[Any, _Kind] = {}
+    _memories.append(kinds)
 
     @functools.wraps(op)
     def call(*args: Any, **options: Any) -> Any:

@@ -1,8 +1,8 @@
 """Launch configurations per architecture; ``python -m tools.tune`` measures and writes them.
 
 Key: architecture, kind, operand bytes, padded head size. Value: rows of a tile (of decode: the most), keys of a tile,
-warps, pipeline stages, thread blocks per multiprocessor that the split count aims at. Where there is no row for
-prefill, that of decode serves. "small" is any architecture with about 100 KB of shared memory.
+warps, pipeline stages, thread blocks per multiprocessor where no compiled kernel is there to tell. Where there is no
+row for prefill, that of decode serves. "small" is any architecture with about 100 KB of shared memory.
 """
 
 TABLE = {

@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="triton is not installed (pip install trito
 
 from benchmarks.bench_host import calls, python_calls
 from pagedkv_ops import _triton
-from pagedkv_ops._triton import launch, replay
+from pagedkv_ops._triton import launch, replay, tuned
+from pagedkv_ops._triton.replay import forget
 from tools.fake_driver import FakeDriver, installed
 
 B, HQ, HKV, D, S, N, W = 3, 4, 2, 32, 16, 12, 4
@@ -24,11 +25,6 @@ def driver() -> Iterator[FakeDriver]:
         forget()
         yield driver
     forget()
-
-
-def forget() -> None:
-    for op in _triton.__all__:
-        getattr(getattr(_triton, op), "kinds", {}).clear()
 
 
 @pytest.mark.parametrize(
@@ -245,6 +241,19 @@ def test_memory_is_bounded(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) 
     for elements in range(1, 7):
         ops(a | {"query": shifted(a["query"], elements)})["attention"]()
     assert all(len(kind.variants) <= 2 for kind in _triton.paged_attention.kinds.values())
+
+
+def test_who_changes_the_table_of_configurations_forgets_plans(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = ops(arguments())["attention"]
+    call()
+    monkeypatch.setitem(tuned.TABLE, ("sm_80", "decode", 2, 64), (16, 32, 8, 3, 8))
+    forget()
+    call()
+    before, after = (str(each.specialisation[-1]) for each in driver.started)
+    assert "('num_warps', 4), ('num_stages', 5)" in before
+    assert "('num_warps', 8), ('num_stages', 3)" in after
 
 
 def test_a_kernel_of_another_backend_is_launched_by_triton(driver: FakeDriver) -> None:

@@ -14,9 +14,8 @@ pytest.importorskip("triton", reason="triton is not installed (pip install trito
 
 from pagedkv_ops import _triton
 from pagedkv_ops._triton import warming
+from pagedkv_ops._triton.replay import forget
 from tools.fake_driver import FakeDriver, installed
-
-from .test_replay import forget
 
 HQ, HKV, D, S, COLUMNS, BATCH, TOKENS = 8, 2, 64, 16, 64, 40, 300
 OPTIONS: dict[str, Any] = {"window_left": 100}
