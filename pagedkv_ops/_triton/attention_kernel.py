@@ -146,6 +146,8 @@ def _store_rows(out_ptr, lse_ptr, out_row, row_mask, state, SPEC: tl.constexpr):
     acc = tl.where(seen[:, None], acc / denominator[:, None], 0.0)
     dv_range = tl.arange(0, SPEC.BLOCK_DV)
     out_mask = row_mask[:, None] & (dv_range < SPEC.DV)[None, :]
+    if SPEC.SPLIT:  # what an empty split left unwritten is never read
+        out_mask &= seen[:, None]
     tl.store(out_ptr + out_row[:, None] * SPEC.DV + dv_range[None, :], acc.to(out_ptr.dtype.element_ty), out_mask)
     if lse_ptr is not None:
         lse = tl.where(seen, (highest_logit + tl.log2(denominator)) * LN2, float("-inf"))

@@ -55,7 +55,7 @@ def combine_kernel(
     for start in range(0, num_splits, CHUNK):
         split = start + tl.arange(0, CHUNK)
         lse = tl.load(partial_lse_ptr + (first + split * step), mask=split < num_splits, other=float("-inf"))
-        mask = (split < num_splits)[:, None] & (dv_range < DV)[None, :]  # not by lse: both loads are under way at once
+        mask = (lse != float("-inf"))[:, None] & (dv_range < DV)[None, :]  # empty splits wrote nothing else
         part = tl.load(partial_out_ptr + (first + split * step)[:, None] * DV + dv_range[None, :], mask, other=0.0)
         acc += tl.sum(part * tl.exp2((lse - highest) * LOG2E)[:, None], 0)
     seen = total != 0.0  # true for NaN

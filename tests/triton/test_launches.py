@@ -199,6 +199,23 @@ def test_decode_rows_beside_chunks_have_a_launch_of_their_own() -> None:
     assert rows.grid[0] > B  # programs that its sequences share, not one for each
 
 
+def test_splits_are_joined_by_a_dependent_launch_on_sm_90(fake_cuda: None) -> None:
+    with recording() as recorded:
+        calls(fake_index_tensors(), "cuda:0")["decode"]()
+    attention, combine = recorded
+    assert attention.meta["SPEC"].DEPENDENT
+    assert combine.meta["DEPENDENT"]
+    assert combine.meta["launch_pdl"]
+
+
+def test_no_launch_is_dependent_elsewhere() -> None:
+    with recording() as recorded:  # the interpreter counts as sm_80
+        calls(REAL[1])["decode"]()
+    attention, combine = recorded
+    assert not attention.meta["SPEC"].DEPENDENT
+    assert "launch_pdl" not in combine.meta
+
+
 @pytest.mark.parametrize(
     ("registers", "shared", "warps", "blocks"),
     [

@@ -32,24 +32,24 @@ def assert_as_the_reference(kernels: Kernels, case: Any, **options: Any) -> None
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window_left": 300}, {"causal": False, "window_right": 2}, {"softcap": 3.0, "sinks": True}],
+    [{}, {"window_left": 100}, {"causal": False, "window_right": 2}, {"softcap": 3.0, "sinks": True}],
     ids=str,
 )
 @pytest.mark.parametrize(
     ("query_lens", "seq_lens", "padding"),
     [
-        ((1, 40, 1, 0, 3), (2000, 60, 1, 0, 700), 1),  # one row past the last sequence is no decode row
-        ((1, 1, 1), (900, 0, 5), 0),  # packed, but no chunk; a row without keys
-        ((5, 7), (300, 30), 3),  # no decode row
-        ((0, 0, 1), (0, 9, 600), 0),
+        ((1, 20, 1, 0, 3), (600, 30, 1, 0, 300), 1),  # one row past the last sequence is no decode row
+        ((1, 1, 1), (300, 0, 5), 0),  # packed, but no chunk; a row without keys
+        ((5, 7), (100, 30), 3),  # no decode row
+        ((0, 0, 1), (0, 9, 300), 0),
     ],
     ids=str,
 )
 def test_decode_rows_beside_chunks(
     kernels: Kernels, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], padding: int, options: dict[str, Any]
 ) -> None:
-    case = make_case(query_lens=query_lens, seq_lens=seq_lens, heads=(4, 2), head_size=16, padding_rows=padding)
-    options = options | ({"sinks": torch.randn(4)} if "sinks" in options else {})
+    case = make_case(query_lens=query_lens, seq_lens=seq_lens, heads=(2, 1), head_size=16, padding_rows=padding)
+    options = options | ({"sinks": torch.randn(2)} if "sinks" in options else {})
     assert_as_the_reference(kernels, case, **options)
 
 
@@ -105,10 +105,10 @@ def test_shares_follow_each_length(
 
 def test_every_sequence_has_its_shares_whatever_the_lengths(kernels: Kernels) -> None:
     rng = torch.Generator().manual_seed(0)
-    for _ in range(12):
-        batch = int(torch.randint(1, 33, (1,), generator=rng))
+    for _ in range(5):
+        batch = int(torch.randint(1, 13, (1,), generator=rng))
         seq_lens = (torch.rand(batch, generator=rng) ** 6 * 200_000).long()
-        num_shares = 2 * batch + int(torch.randint(0, 40, (1,), generator=rng))
+        num_shares = 2 * batch + int(torch.randint(0, 20, (1,), generator=rng))
         shares = [share for share in kernels.run(_shares_of, num_shares, seq_lens, None, -1) if share[2]]
         assert sorted({b for b, *_ in shares}) == list(range(batch))
         for b in range(batch):
