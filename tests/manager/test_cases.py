@@ -179,10 +179,10 @@ def test_hash_fn_that_raises_commits_nothing(error):
     manager.add("c", range(12))
     manager.allocate_slots("c")
     manager.add("d", [*range(4), *range(20, 33)])
-    assert manager.append_step("ab", [1, 2]) is not None
+    assert manager.append_step(["a", "b"], [1, 2]) is not None
     for call in (
         lambda: manager.commit("c", 12),
-        lambda: manager.commit_step("ab"),
+        lambda: manager.commit_step(["a", "b"]),
         lambda: manager.allocate_slots("d"),
         lambda: manager.commit("d", 13),
     ):

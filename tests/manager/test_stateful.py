@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagedkv.manager import allocation, blocks, state
 from tests.manager.naive import KEYS, SETTINGS, Harness
 
 MAX_SEQUENCES, MAX_TOKENS = 6, 30
@@ -78,11 +79,16 @@ def test_against_the_naive_model(name: str, rng: random.Random):
         side.verify()
 
 
+@pytest.mark.parametrize("with_numpy", [True, False])
 @pytest.mark.parametrize("name", sorted(SETTINGS))
-def test_random_operations(name: str):
+def test_random_operations(name: str, with_numpy: bool, monkeypatch: pytest.MonkeyPatch):
+    """Also with the loops that do without numpy what it does at once."""
+    if not with_numpy:
+        for module in (allocation, blocks, state):
+            monkeypatch.setattr(module, "numpy", lambda: None)
     side: Any = Harness(SETTINGS[name])
     rng, counter = random.Random(name), [0]
-    for _ in range(1500):
+    for _ in range(1000):
         act(side, rng, counter)
         side.verify()
 

@@ -54,22 +54,56 @@ def test_the_user_package_loads_nothing_before_it_is_used():
 
 
 def test_the_ops_need_torch_alone():
-    """Numpy is for the manager: without it the ops work, compiled too, and the manager names what it lacks."""
-    out = python(
+    """Without numpy the ops work, compiled too."""
+    python(
         "import sys; sys.modules['numpy'] = None  # as if it were not installed\n"
         + USE
         + """
 import pagedkv_ops
 use(pagedkv_ops)
 torch.compile(use, backend="eager")(pagedkv_ops)
-try:
-    import pagedkv.manager
-except ImportError as error:
-    print(error.name)
-""",
-        PYTHONPATH=PATHS,
+"""
     )
-    assert out.strip() == "numpy"
+
+
+NUMPY = """
+import sys, time
+
+class Numpy:
+    # in front of all finders: numpy takes its time, or is not there
+    asked = 0
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy":
+            Numpy.asked += 1
+            if MISSING:
+                raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+            time.sleep(0.2)
+
+sys.meta_path.insert(0, Numpy())
+import pagedkv.manager
+assert Numpy.asked == 0 and "numpy" not in sys.modules
+managers = [pagedkv.KVCacheManager(200, 4, sliding_window=window) for window in (None, 30)]
+assert Numpy.asked == 1 and ("numpy" in sys.modules) is not MISSING
+import torch
+asked, before = Numpy.asked, set(sys.modules)
+import pagedkv_ops
+assert Numpy.asked == asked and not any(name.startswith("numpy") for name in set(sys.modules) - before)
+for manager in managers:
+    for name in "ab":
+        manager.add(name, list(range(100)))
+        print(manager.allocate_slots(name).slots)
+        manager.commit(name, 100 - manager.num_computed_tokens(name))
+        manager.check_integrity()
+    manager.free("a")
+    print(manager.stats())
+"""
+
+
+def test_a_slow_or_missing_numpy():
+    """No import asks for it (but torch's own); the first manager does once, and works without."""
+    slow, missing = (python(NUMPY.replace("MISSING", str(missing)), PYTHONPATH=PATHS) for missing in (False, True))
+    assert slow == missing
+    assert len(slow.splitlines()) == 6
 
 
 def test_the_user_package_resolves_every_name_it_lists():

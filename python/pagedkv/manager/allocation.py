@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from pagedkv.errors import InvalidArgumentError, NonCausalError
+from pagedkv.manager.blocks import numpy
 from pagedkv.manager.groups import Group
 from pagedkv.manager.search import Hit, find
 from pagedkv.manager.sequence import SequenceState, lowered
@@ -278,7 +277,7 @@ def _make_writable(state: State, seq: SequenceState, number: int, plan: GroupPla
     seq.attached = lowered(seq.attached, number, plan.written)
     state.moves.copy(source, fresh[0])
     seq.awaited.append((number, plan.written))
-    state.drop(np.array([source]))
+    state.drop([source])
     return 1
 
 
@@ -290,7 +289,7 @@ def _release_windows(state: State, seq: SequenceState, released: tuple[int, ...]
             table[index] = 0
     if dropped:
         seq.released = released
-        state.drop(np.array(dropped))
+        state.drop(dropped)
 
 
 def _granted(
@@ -312,10 +311,11 @@ def _slots(table: array[int], block_size: int, start: int, stop: int) -> list[in
     if stop - start <= 2:
         return [table[at // block_size] * block_size + at % block_size for at in range(start, stop)]
     first, last = start // block_size, -(-stop // block_size)
-    blocks = np.array(table[first:last], np.int64)
-    grid = blocks[:, None] * block_size + np.arange(block_size)
-    slots: list[int] = grid.ravel()[start - first * block_size : stop - first * block_size].tolist()
-    return slots
+    if np := numpy():
+        slots: list[int] = (np.array(table[first:last])[:, None] * block_size + np.arange(block_size)).ravel().tolist()
+    else:
+        slots = [slot for block in table[first:last] for slot in range(block * block_size, (block + 1) * block_size)]
+    return slots[start - first * block_size : stop - first * block_size]
 
 
 def _leading(blocks: Sequence[int], value: int) -> int:

@@ -1,27 +1,35 @@
 """Physical blocks: a free queue, reference counts, pins and twins. Ids in, ids out; what blocks hold is the index's.
 
 State lies in flat arrays indexed by block id, each seen twice: through `array.array` for single entries (a list's
-speed) and through numpy for whole tables (0.2 us for 128 entries; int32 indices would take 4x longer).
+speed) and through numpy for whole tables (0.2 us for 128 entries; int32 indices would take 4x longer). Without numpy
+loops do the same.
 """
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from pagedkv.errors import IntegrityError, OutOfBlocksError, integer
 
-Ids = npt.NDArray[np.int64]
 NULL_BLOCK = 0
 MAX_BLOCKS = 2**31  # block tables hold 32-bit ids
 # Flags of a block, so that one gather tells whether a table can be given back in bulk.
 HASHED, SHARED, TWIN, PINNED = 1, 2, 4, 8
 # Below this many ids a Python loop is faster than the fixed cost of numpy calls.
 _BULK = 12
+
+
+@functools.cache
+def numpy() -> Any:
+    """The module, or None where it is missing; imported when it is first asked for, as that takes 0.1 s."""
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy
 
 
 class Blocks:
@@ -50,10 +58,11 @@ class Blocks:
         self._view()
 
     def _view(self) -> None:
-        self.refs_np: Ids = np.frombuffer(self.refs, np.int64)
-        self.flags_np = np.frombuffer(self.flags, np.uint8)
-        self._next_np: Ids = np.frombuffer(self._next, np.int64)
-        self._prev_np: Ids = np.frombuffer(self._prev, np.int64)
+        if np := numpy():
+            self._refs_np, self._flags_np, self._next_np, self._prev_np = (
+                np.frombuffer(data, np.uint8 if data is self.flags else np.int64)
+                for data in (self.refs, self.flags, self._next, self._prev)
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.endswith("_np")}
@@ -134,12 +143,13 @@ class Blocks:
     def acquire(self, block_ids: Sequence[int] | array[int]) -> None:
         """A reference more for each block, free ones included; null blocks and the negative ids of blocks to come are
         skipped. An array must name distinct blocks."""
-        if isinstance(block_ids, array) and len(block_ids) >= _BULK:
-            blocks = _real(block_ids)
-            counts = self.refs_np[blocks]
+        if isinstance(block_ids, array) and len(block_ids) >= _BULK and (np := numpy()):
+            blocks = np.array(block_ids)
+            blocks = blocks[blocks > 0]
+            counts = self._refs_np[blocks]
             if counts.all():
-                self.refs_np[blocks] = counts + 1
-                self.flags_np[blocks] |= SHARED
+                self._refs_np[blocks] = counts + 1
+                self._flags_np[blocks] |= SHARED
                 return
         refs, flags = self.refs, self.flags
         for block in block_ids:
@@ -159,28 +169,32 @@ class Blocks:
         elif left == 0 and not self.flags[block] & PINNED:
             self._link(block)
 
-    def release(self, blocks: Ids) -> None:
-        """A reference less for each of these distinct non-null blocks, the last of which is reused first."""
-        if len(blocks) < _BULK or self.pins:
-            for block in reversed(blocks.tolist()):
+    def release(self, block_ids: Any) -> None:
+        """A reference less for each of these distinct non-null blocks, the last of which is reused first.
+
+        block_ids: a list, or an array of numpy.
+        """
+        if len(block_ids) < _BULK or self.pins or not (np := numpy()):
+            for block in reversed(block_ids if isinstance(block_ids, list) else block_ids.tolist()):
                 self.release_one(block)
             return
-        flags = self.flags_np[blocks]
+        blocks = np.asarray(block_ids)
+        flags = self._flags_np[blocks]
         values = flags.tobytes()
         num_hashed = values.count(HASHED)
         if num_hashed + values.count(0) < len(blocks):
             for block in blocks[flags >= TWIN][::-1].tolist():
                 self.release_one(block)
             shared = blocks[(flags >= SHARED) & (flags < TWIN)]
-            counts = self.refs_np[shared] - 1
-            self.refs_np[shared] = counts
-            self.flags_np[shared[counts == 1]] &= HASHED
+            counts = self._refs_np[shared] - 1
+            self._refs_np[shared] = counts
+            self._flags_np[shared[counts == 1]] &= HASHED
             blocks, flags = blocks[flags < SHARED], flags[flags < SHARED]
         self._release_sole(blocks, flags, num_hashed)
 
-    def _release_sole(self, blocks: Ids, flags: npt.NDArray[np.uint8], num_hashed: int) -> None:
+    def _release_sole(self, blocks: Any, flags: Any, num_hashed: int) -> None:
         """Blocks of one owner that nothing pins, in bulk."""
-        self.refs_np[blocks] = 0
+        self._refs_np[blocks] = 0
         if num_hashed < len(blocks):
             if flags[:num_hashed].all():  # as in a table whose last blocks are not full
                 front, blocks = blocks[num_hashed:], blocks[:num_hashed]
@@ -200,8 +214,11 @@ class Blocks:
 
     def num_taken_from_free(self, block_ids: array[int]) -> int:
         """How many blocks of a table `acquire` would take out of the free queue."""
-        blocks = _real(block_ids)
-        return int(np.count_nonzero((self.refs_np[blocks] == 0) & (self.flags_np[blocks] < PINNED)))
+        if np := numpy():
+            blocks = np.array(block_ids)
+            return int(((self._refs_np[blocks] == 0) & (self._flags_np[blocks] < PINNED) & (blocks > 0)).sum())
+        refs, flags = self.refs, self.flags
+        return sum(block > 0 and refs[block] == 0 and flags[block] < PINNED for block in block_ids)
 
     # Pins: a pinned block is neither free nor handed out, whatever its reference count.
 
@@ -257,29 +274,20 @@ class Blocks:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless queue, counts, pins and flags agree."""
-        order = np.array(self.free_ids(), np.int64)
-        queued = np.zeros(self.num_blocks, bool)
-        queued[order] = True
-        free = self.refs_np == 0
-        free[[0, *self.pins]] = False
-        require(len(order) == self.num_free == np.count_nonzero(queued), "the free queue repeats or loses a block")
-        require(bool((queued == free).all()), "the free queue and the reference counts disagree")
-        require(
-            bool((self.refs_np >= 0).all()) and self.refs[0] == 0, "a reference count is negative, or counts block 0"
-        )
-        before = np.concatenate((np.zeros(1, np.int64), order))
-        after = np.concatenate((order, np.zeros(1, np.int64)))
-        require(bool((self._prev_np[after] == before).all()), "the free queue's two directions disagree")
+        order, blocks = self.free_ids(), range(self.num_blocks)
+        require(len(order) == self.num_free == len(set(order)), "the free queue repeats or loses a block")
+        free = [block for block in blocks[1:] if self.is_free(block)]
+        require(sorted(order) == free, "the free queue and the reference counts disagree")
+        require(min(self.refs) >= 0 == self.refs[0], "a reference count is negative, or counts block 0")
+        back = all(self._prev[after] == before for before, after in zip([0, *order], [*order, 0], strict=True))
+        require(back, "the free queue's two directions disagree")
         require(all(count > 0 for count in self.pins.values()), "a pin count is not positive")
-        require(bool(((self.flags_np & SHARED != 0) == (self.refs_np > 1)).all()), "shared flags and counts disagree")
+        shared = all(bool(self.flags[block] & SHARED) == (self.refs[block] > 1) for block in blocks)
+        require(shared, "shared flags and counts disagree")
         for flag, held in ((PINNED, self.pins), (TWIN, self.twins)):
-            require(sorted(held) == np.flatnonzero(self.flags_np & flag).tolist(), "flags of pins or twins disagree")
+            flagged = [block for block in blocks if self.flags[block] & flag]
+            require(sorted(held) == flagged, "flags of pins or twins disagree")
         require(all(len(t) > 1 and t.count(b) == 1 for b, t in self.twins.items()), "twins lose a block")
-
-
-def _real(table: array[int]) -> Ids:
-    blocks: Ids = np.array(table, np.int64)
-    return blocks[blocks > 0]
 
 
 def require(condition: bool, message: str) -> None:

@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from pagedkv.manager.blocks import HASHED, Blocks, require
 from pagedkv.manager.groups import Group
 from pagedkv.manager.hashing import Link, adopt, same_prefix
@@ -132,7 +130,7 @@ class PrefixIndex:
 
     @property
     def num_published(self) -> int:
-        return int(np.count_nonzero(self.blocks.flags_np & HASHED))
+        return sum(map(self.blocks.flags.count, range(HASHED, 256, 2)))
 
     # Unpublishing.
 
@@ -197,7 +195,8 @@ class PrefixIndex:
             indexed += len(carriers)
         hashed = [block for block, block_hash in enumerate(self.hashes) if block_hash is not None]
         require(indexed == len(hashed), "a block carries a hash that is not indexed")
-        require(hashed == np.flatnonzero(self.blocks.flags_np & HASHED).tolist(), "hash flags and hashes disagree")
+        flagged = [block for block, flags in enumerate(self.blocks.flags) if flags & HASHED]
+        require(hashed == flagged, "hash flags and hashes disagree")
 
 
 def _child_key(suffix: bytes, link: Link) -> tuple[bytes, bytes]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
 
 from pagedkv.errors import IntegrityError
 from pagedkv.manager.blocks import require
@@ -80,17 +79,15 @@ def _wasted_slots(state: State) -> tuple[int, int, float]:
     num_slots, wasted, share = 0, 0, 0.0
     for number, group in enumerate(state.groups):
         size = group.block_size
-        filled = np.full(state.pool.num_blocks, -1, np.int64)  # tokens by block, -1 outside of tables
+        filled: dict[int, int] = {}  # tokens by block
         for seq in state.sequences.values():
-            num_full = seq.num_computed // size
-            table = np.array(seq.tables[number], np.int64)
-            filled[table[:num_full]] = size
-            rest = table[num_full:]
-            tokens = np.maximum(seq.num_computed - size * np.arange(num_full, len(table)), 0)
-            filled[rest] = np.maximum(filled[rest], tokens)
-        held = filled[1:][filled[1:] >= 0]
-        empty = int((size - held).sum())
-        num_slots += size * len(held)
+            table, num_full = seq.tables[number], seq.num_computed // size
+            filled.update(dict.fromkeys(table[:num_full], size))
+            for index, block in enumerate(table[num_full:], num_full):
+                filled[block] = max(filled.get(block, 0), seq.num_computed - size * index)
+        filled.pop(0, None)
+        empty = size * len(filled) - sum(filled.values())
+        num_slots += size * len(filled)
         wasted += empty
         share += empty / size
     return num_slots, wasted, share
@@ -226,22 +223,23 @@ def check_state(state: State) -> None:
     pool equal the pending moves and every table fits its sequence."""
     blocks = state.pool
     state.pool.check_integrity()
-    references = np.zeros(blocks.num_blocks, np.int64)
+    references: Counter[int] = Counter()
     host_references = [0] * len(state.moves.host.refs)
     num_running = 0
     for seq in state.sequences.values():
         _check_sequence(state, seq)
         num_running += seq.running
         for table in seq.tables:
-            np.add.at(references, np.array(table, np.int64), 1)
+            references.update(table)
         for hosts in seq.host or ():
             for host in hosts:
                 if host >= 0:
                     host_references[host] += 1
-    references[0] = 0
-    for block in np.flatnonzero(references != blocks.refs_np).tolist():
-        raise IntegrityError(f"block {block} has {blocks.refs[block]} references, the tables hold {references[block]}")
-    in_use = {*np.flatnonzero(references).tolist(), *blocks.pins}
+    del references[0]
+    for block, count in enumerate(blocks.refs):
+        if references[block] != count:
+            raise IntegrityError(f"block {block} has {count} references, the tables hold {references[block]}")
+    in_use = references.keys() | blocks.pins.keys()
     if blocks.num_free + len(in_use) + 1 != blocks.num_blocks:
         raise IntegrityError(f"{blocks.num_free} free + {len(in_use)} used + 1 null are not {blocks.num_blocks} blocks")
     if num_running != state.num_running:

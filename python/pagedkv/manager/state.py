@@ -9,8 +9,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from pagedkv.errors import (
     DuplicateSequenceError,
     InvalidArgumentError,
@@ -20,7 +18,7 @@ from pagedkv.errors import (
     integer,
     refused,
 )
-from pagedkv.manager.blocks import MAX_BLOCKS, Ids
+from pagedkv.manager.blocks import MAX_BLOCKS, numpy
 from pagedkv.manager.groups import MAX_BLOCK_SIZE, GroupSpec, resolve_groups
 from pagedkv.manager.hashing import ChainHasher, HashFn, tie, tied
 from pagedkv.manager.moves import Moves
@@ -136,24 +134,33 @@ class State:
         if exists:
             raise DuplicateSequenceError(f"sequence {seq_id!r} exists")
 
-    def drop(self, blocks: Ids) -> None:
-        """Give blocks back, the last to be reused first; moves into those that nobody holds are not made."""
+    def drop(self, blocks: Any) -> None:
+        """Give blocks (a list, or an array of numpy) back, the last to be reused first.
+
+        Moves into those that nobody holds then are not made.
+        """
         self.pool.release(blocks)
         if self.moves:
-            for block in blocks.tolist():
+            for block in blocks if isinstance(blocks, list) else blocks.tolist():
                 if self.pool.refs[block] == 0:
                     self.moves.drop(block)
 
     def drop_tables(self, tables: Sequence[array[int]], released: Sequence[int]) -> None:
         """Give back what tables hold behind their null blocks; the tail, over all groups, is reused first."""
-        if len(tables) == 1:
-            blocks: Ids = np.frombuffer(tables[0], np.int64)[released[0] :]
+        blocks: Any
+        np = numpy()
+        if np and len(tables) == 1:
+            blocks = np.frombuffer(tables[0], np.int64)[released[0] :]
+        elif np:
+            held = [np.frombuffer(table, np.int64)[first:] for table, first in zip(tables, released, strict=True)]
+            distances = [np.arange(len(t), 0, -1) * g.block_size for t, g in zip(held, self.groups, strict=True)]
+            blocks = np.concatenate(held)[np.argsort(-np.concatenate(distances), kind="stable")]
         else:
-            parts = [np.frombuffer(table, np.int64)[first:] for table, first in zip(tables, released, strict=True)]
-            distances = [
-                np.arange(len(part), 0, -1) * group.block_size for part, group in zip(parts, self.groups, strict=True)
-            ]
-            blocks = np.concatenate(parts)[np.argsort(-np.concatenate(distances), kind="stable")]
+            keyed = []
+            for number, group in enumerate(self.groups):
+                part = tables[number][released[number] :]
+                keyed += [(at * group.block_size, number, part[at]) for at in range(-len(part), 0)]
+            blocks = [block for _, _, block in sorted(keyed)]
         if len(blocks):
             self.drop(blocks)
 
