@@ -103,7 +103,7 @@ class BlockTable:
     # Rows.
 
     def set_row(self, row: int, block_ids: Ints) -> None:
-        """Puts a whole table into a row; what the row held behind it is cleaned."""
+        """Put a whole table into a row; what the row held behind it is cleaned."""
         ids = _checked(block_ids)
         count = len(ids)
         self._check_row(row, count)
@@ -114,7 +114,7 @@ class BlockTable:
         self.row_blocks[row] = count
 
     def append_row(self, row: int, block_ids: Ints) -> None:
-        """Adds blocks at the end of a row."""
+        """Add blocks at the end of a row."""
         ids = _checked(block_ids)
         if not len(ids):
             return
@@ -126,7 +126,7 @@ class BlockTable:
         self.row_blocks[row] = start + len(ids)
 
     def set_entries(self, rows: Ints, columns: Ints, block_ids: Ints) -> None:
-        """Writes single entries: new blocks behind rows, copies in their places. One call for a whole batch."""
+        """Write single entries: new blocks behind rows, copies in their places. One call for a whole batch."""
         ids = _checked(block_ids)
         if not len(rows) == len(columns) == len(ids):
             lengths = f"{len(rows)}, {len(columns)} and {len(ids)}"
@@ -148,7 +148,7 @@ class BlockTable:
         self.set_row(row, ())
 
     def move_row(self, source: int, destination: int) -> None:
-        """Moves a row, leaving an empty one: the last row into the place of a finished one, say."""
+        """Move a row, leaving an empty one: the last row into the place of a finished one, say."""
         self._check_row(source, 0)
         count = int(self.row_blocks[source])
         self.set_row(destination, self.block_table[source, :count])
@@ -162,7 +162,7 @@ class BlockTable:
         num_computed: Ints,
         num_new: Ints | None = None,
     ) -> int:
-        """Writes lengths, query offsets and slots of a batch, and cleans what lies behind it.
+        """Write lengths, query offsets and slots of a batch, and clean what lies behind it.
 
         num_computed: tokens written before, per sequence. num_new: tokens of this step, one each by default.
         Returns the number of tokens. Rows from len(num_computed) on are emptied.
@@ -193,7 +193,7 @@ class BlockTable:
         return total
 
     def upload(self, num_seqs: int | None = None) -> None:
-        """Copies the host side to the device, the first `num_seqs` rows (all by default), in one non-blocking copy."""
+        """Copie the host side to the device, the first `num_seqs` rows (all by default), in one non-blocking copy."""
         rows = self.max_num_seqs if num_seqs is None else num_seqs
         if not 0 <= rows <= self.max_num_seqs:
             raise InvalidArgumentError(f"num_seqs: expected 0..{self.max_num_seqs}, got {rows}")

@@ -8,7 +8,7 @@ from transformers.generation.streamers import BaseStreamer
 from pagedkv.errors import InvalidArgumentError
 
 from .conftest import build_llama
-from .oracle import assert_native, prompts
+from .oracle import assert_native, native, prompts
 
 
 class _Raises(LogitsProcessor, StoppingCriteria, BaseStreamer):
@@ -119,7 +119,7 @@ def test_an_interrupted_step_loses_nothing(make_engine, error, host_blocks):
     while len(found) < 11:
         try:
             found += engine.step().finished
-        except error:  # noqa: PERF203
+        except error:  # noqa: PERF203 (the next step goes on)
             interrupted += 1
             engine.check_integrity()
             assert engine.manager.num_free_blocks == engine.manager.pool.num_usable
@@ -188,6 +188,21 @@ def test_a_closed_engine_takes_nothing(llama, make_engine):
     assert engine.stats().num_running == 0
     with pytest.raises(RuntimeError, match="closed"):
         engine.add_request([1])
+
+
+@pytest.mark.parametrize("tokenless", [False, True])
+def test_a_stream_of_a_closed_engine_says_so(llama, make_engine, tokenless):
+    engine = make_engine(llama)
+    stream = engine.stream([1, 2, 3], max_new_tokens=30)
+    got = [] if tokenless else [next(stream)]
+    if tokenless:  # another consumer has it queued, and closes the engine before its first token
+        engine._ledger.step_unless = lambda is_enough: engine.close()
+    else:
+        engine.close()
+    with pytest.raises(RuntimeError, match=r"^request 0: the engine was closed$"):
+        got += stream
+    assert engine.is_idle
+    assert [token.token_id for token in got] == native(llama, [1, 2, 3], max_new_tokens=1, do_sample=False)[: len(got)]
 
 
 def test_a_failed_stream_raises_what_happened(llama, make_engine):

@@ -104,8 +104,11 @@ _WRONG = {
     "temperature": ["x", True, 10**400],
     "no_repeat_ngram_size": ["x", -1, 1.5],
     "encoder_no_repeat_ngram_size": ["x", -1],
-    "max_new_tokens": ["x", 0, True],
-    "prompt_lookup_num_tokens": ["x", -1, 2**70],
+    "max_new_tokens": ["x", 0, True, 9.5],
+    "prompt_lookup_num_tokens": ["x", -1, 2**70, 1.5],
+    "num_return_sequences": ["2", 0, 9],  # the last: more than max_num_seqs
+    "generation_config": [5],
+    "priority": [math.nan, "high"],
     "min_new_tokens": ["x", -1],
     "num_beams": ["x", 0, 1.5],
     "eos_token_id": [1.5, "x", [1, "x"], True, torch.tensor([1.5]), {3}, 2**70],
@@ -130,8 +133,8 @@ _WRONG = {
     "output_hidden_states": [True],
     "logits_processor": [5, [5]],
     "stopping_criteria": [5, [5]],
-    "seed": ["x", -1, True],
-    "logprobs": ["x", -1],
+    "seed": ["x", -1, True, 2**63],
+    "logprobs": ["x", -1, 1.5, 102],
     "cache_salt": [_Own()],
 }
 
@@ -306,13 +309,34 @@ def test_more_host_blocks_than_memory_are_refused(llama, num_host_blocks):
 
 
 @pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_beams": 3}, "generation_config: expected greedy, sampling or prompt lookup, got beam_search"),
+        ({"stop_strings": ["x"]}, "stop_strings: expected an Engine with a tokenizer"),
+        ({"no_such_option": 1}, "no_such_option: not an option"),
+        ({"n": 3}, "n: not an option .* num_return_sequences"),
+        ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1.5}, "max_matching_ngram_size: expected"),
+        ({"do_sample": True, "num_return_sequences": 2, "seed": 2**63 - 1}, "seed: expected .* 2 samples"),
+        ({"max_new_tokens": 250}, "prompt: expected at most 252 tokens .* 63 blocks of 4\\), got 3 tokens, up to 253 "),
+    ],
+)
+def test_what_no_single_value_shows(served, options, text):
+    with pytest.raises(InvalidArgumentError, match=f"^{text}"):
+        served.add_request([1, 2, 3], **options)
+
+
+@pytest.mark.parametrize(
     ("bad", "text"),
     [
         ([500], r"^prompts\[2\]: prompt: expected text, or at least one token id in 0\.\.100, got \[500\]"),
         ([], r"^prompts\[2\]: prompt: expected"),
         ("text", r"^prompts\[2\]: prompt: expected token ids"),
         (None, r"^prompts\[2\]: prompt: expected text or token ids, got NoneType"),
-        ([1] * 600, r"^prompts\[2\]: prompt of 600 tokens"),
+        ([1] * 600, r"^prompts\[2\]: prompt: expected at most \d+ tokens .*, got 600 tokens, up to 603 "),
+        ([3, -1], r"^prompts\[2\]: prompt: expected .* 0\.\.100, got \[3, -1\]"),
+        ([1.5], r"^prompts\[2\]: prompt: expected .*, got \[1\.5\]"),
+        (np.array([1.5]), r"^prompts\[2\]: prompt: expected .*1\.5"),
+        (b"abc", r"^prompts\[2\]: prompt: expected text or token ids, got bytes"),
         ([True], r"^prompts\[2\]: prompt: expected .*, got \[True\]"),
         (torch.tensor([True]), r"^prompts\[2\]: prompt: expected .*, got \[True\]"),
         ({3, 4}, r"^prompts\[2\]: prompt: expected text or token ids, got set"),

@@ -206,53 +206,6 @@ def test_one_config_per_prompt(llama, make_engine):
     assert [len(result.token_ids) for result in results] == [2, 5]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "options", "words_of_the_error"),
-    [
-        ([], {}, ["prompt", "at least one token"]),
-        ([3, 101], {}, ["0..100", "101"]),
-        ([3, -1], {}, ["0..100", "-1"]),
-        ([1.5], {}, ["token id"]),
-        ("text", {}, ["tokenizer"]),
-        ([1] * 600, {}, ["512", "600"]),
-        ([1] * 60, {"max_new_tokens": 250}, ["310", "252", "63 blocks of 4"]),
-        ([1], {"num_beams": 3}, ["beam_search"]),
-        ([1], {"guidance_scale": 2.0}, ["guidance_scale"]),
-        ([1], {"stop_strings": ["x"]}, ["stop_strings", "tokenizer"]),
-        ([1], {"max_new_tokens": 0}, ["max_"]),
-        ([1], {"no_such_option": 1}, ["no_such_option: not an option"]),
-        ([1], {"n": 3}, ["n: not an option", "num_return_sequences"]),
-        ([1], {"generation_config": 5}, ["generation_config: expected a GenerationConfig or None, got int"]),
-        (b"abc", {}, ["prompt: expected text or token ids, got bytes"]),
-        (np.array([1.5]), {}, ["token id", "1.5"]),
-        ([1], {"logprobs": 102}, ["logprobs: expected at most 101, got 102"]),
-        ([1], {"logprobs": 1.5}, ["logprobs: expected an int, got 1.5"]),
-        ([1], {"max_new_tokens": 9.5, "prompt_lookup_num_tokens": 3}, ["max_new_tokens: expected an int, got 9.5"]),
-        ([1], {"max_new_tokens": "3"}, ["max_new_tokens: expected an int, got '3'"]),
-        ([1], {"generation_config": GenerationConfig(max_new_tokens=9.5)}, ["max_new_tokens: expected an int"]),
-        ([1], {"prompt_lookup_num_tokens": 1.5}, ["prompt_lookup_num_tokens: expected an int, got 1.5"]),
-        ([1], {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1.5}, ["max_matching_ngram_size: expected"]),
-        ([1], {"num_return_sequences": "2"}, ["num_return_sequences: expected an int, got '2'"]),
-        ([1], {"num_return_sequences": 0}, ["num_return_sequences: expected at least 1, got 0"]),
-        ([1], {"priority": float("nan")}, ["priority: expected a number, got nan"]),
-        ([1], {"priority": "high"}, ["priority: expected a number, got 'high'"]),
-        ([1], {"seed": "a"}, ["seed: expected an int, got 'a'"]),
-        ([1], {"seed": -1}, ["seed: expected at least 0"]),
-        ([1], {"seed": 2**63}, ["seed: expected"]),
-        ([1], {"do_sample": True, "num_return_sequences": 2, "seed": 2**63 - 1}, ["seed: expected", "2 samples"]),
-        ([1], {"do_sample": True, "num_return_sequences": 9}, ["max_num_seqs (8)", "9"]),
-        ([1], {"do_sample": True, "temperature": -1.0}, ["temperature"]),
-    ],
-)
-def test_bad_requests_are_refused_at_once(llama, make_engine, prompt, options, words_of_the_error):
-    engine = make_engine(llama)
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        engine.add_request(prompt, **options)
-    for word in words_of_the_error:
-        assert word in str(error.value), error.value
-    assert engine.stats().num_waiting == 0
-
-
 def test_prompts_of_numpy_integers(llama, make_engine):
     asked = [np.array([1, 2, 3]), list(np.array([1, 2, 3], np.int32)), [1, 2, 3]]
     results = make_engine(llama).generate(asked, max_new_tokens=4)

@@ -62,7 +62,8 @@ def test_the_whole_pool_can_serve_one_request_and_no_token_more(llama, make_engi
     engine = make_engine(llama, num_blocks=14)  # 13 blocks of 4 tokens; the last token's keys are never written
     fits = engine.generate(prompts(1, 40, 40), max_new_tokens=12)
     assert_native(llama, fits, max_new_tokens=12)
-    with pytest.raises(InvalidArgumentError, match=r"40 tokens.*up to 53.*13 blocks of 4"):
+    text = r"^prompts\[0\]: prompt: expected at most 52 tokens .*13 blocks of 4\), got 40 tokens, up to 53 "
+    with pytest.raises(InvalidArgumentError, match=text):
         engine.generate(prompts(1, 40, 40), max_new_tokens=13)
 
 

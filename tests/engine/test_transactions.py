@@ -32,7 +32,10 @@ MUST_RAISE = {
         "engine/scheduler.py": {"add", "fork", "remove", "schedule", "_prefill", "_admit", "_preempt", "_leave_row"},
         "engine/sampling.py": {"draw", "_pick", "_take", "stop"},
         "engine/outbox.py": {"note", "take", "deliver", "_put", "_finish", "_decode"},
-        "engine/runner.py": {"run"},
+        "engine/runner.py": {"_run"},
+        "hf/identity.py": {"look", "inspect", "_is_as_surveyed", "_read_state", "_identity", "_checksum"},
+        "hf/handle.py": {"follow_model"},
+        "hf/kv_pool.py": {"apply_moves"},
     },
     "_consumers": {
         "engine/engine.py": {"generate", "_run", "stream", "results"},
@@ -118,6 +121,8 @@ def _run(scenario, engine, trace):
         sys.settrace(None)
         engine.check_integrity()
         assert engine.is_idle
+        assert not engine.runner.patch._turn.is_switched
+        assert not engine.runner.patch._turn.lock._is_owned()
         assert engine.manager.num_free_blocks == engine.manager.pool.num_usable
         assert engine.manager.reset_prefix_cache()
 
@@ -177,7 +182,7 @@ def _steps(engine):
         (draft, {"prompt_lookup_num_tokens": 2, "stopping_criteria": [_Same()], "max_new_tokens": 6}),
         (asked[3], {"do_sample": True, "seed": 1, "logits_processor": [_Same()], "max_new_tokens": 4, "priority": 1}),
     ]
-    ids = [_twice(lambda: engine.add_request(prompt, **options), engine) for prompt, options in wishes]  # noqa: B023
+    ids = [_twice(lambda: engine.add_request(prompt, **options), engine) for prompt, options in wishes]  # noqa: B023 (called at once)
     results, told = [], {}
     while not engine.is_idle:
         output = _twice(engine.step, engine)
@@ -229,12 +234,15 @@ def _places(lines, scenario, error):
     is_interrupt, every_third = error is KeyboardInterrupt, cycle([True, False, False])
     for (file, line), count in lines.counts.items():
         function, middle = lines.names[file, line], count // 2 + 1
-        if linecache.getline(f"{ROOT}/{file}", line).lstrip().startswith("with ") or function == "is_idle":
-            continue  # Python reports `with` again on the way out, where no interrupt can come before __exit__
+        text = linecache.getline(f"{ROOT}/{file}", line).lstrip()
+        if text.startswith("with ") or function == "is_idle" or (text == "try:\n" and file.startswith("hf/")):
+            continue  # no interrupt can come at a `try`, nor where Python reports `with` again, before __exit__
         if file in STEP:
             times = {1, count} if is_interrupt and scenario is _steps else {middle}
-        elif file.startswith("hf/") or scenario is not _steps or not is_interrupt:
-            times = set()  # the model's part: what it computed counts when it is committed
+        elif scenario is not _steps or not is_interrupt:
+            times = set()
+        elif file.startswith("hf/"):
+            times = {middle}
         else:
             times = {middle} if next(every_third) else set()
         if scenario is _steps or file in CONSUMERS:
@@ -265,3 +273,51 @@ def test_whatever_is_raised_at_whatever_line_loses_nothing(llama, make_engine, s
         if error is OnPurpose and file not in STEP:
             continue
         assert functions <= {function for name, function in raised if name == file and raised[name, function]}, file
+
+
+class _During:
+    """In place of a ledger's `_recover`: the same, with a trace function while it runs."""
+
+    def __init__(self, ledger):
+        self.recover, self.trace = ledger._recover, None
+        ledger._recover = self
+
+    def __call__(self):
+        trace, self.trace = self.trace, None
+        sys.settrace(trace)
+        try:
+            self.recover()
+        finally:
+            sys.settrace(None)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("function", ["_commit", "_settle"])
+def test_an_interrupt_of_the_recovery_too_loses_nothing(llama, make_engine, function):
+    """The first one comes before the step stands, or behind it."""
+    engine = make_engine(llama, _Words(), num_blocks=15, max_num_seqs=5, max_num_batched_tokens=24)
+    engine.runner._forward = _Memory(engine.runner)
+    during, lines = _During(engine._ledger), _Lines()
+    _run(_steps, engine, lines)
+    expected = _run(_steps, engine, None)
+    first = next((*place, lines.counts[place] // 2) for place in lines.counts if lines.names[place] == function)
+
+    def disturbed(trace):
+        during.trace = trace
+        file, line, count = first
+        found = _run(_steps, engine, _Raises(file, function, line, count, KeyboardInterrupt))
+        assert during.trace is None
+        assert found.keys() == expected.keys()
+        return all(_is_right(got, expected[key], KeyboardInterrupt) for key, got in found.items())
+
+    recovery = _Lines()
+    assert disturbed(recovery)
+    raised = set()
+    for (file, line), count in recovery.counts.items():
+        name = recovery.names[file, line]
+        if linecache.getline(f"{ROOT}/{file}", line).lstrip().startswith("with "):
+            continue
+        trace = _Raises(file, name, line, count // 2 + 1, KeyboardInterrupt)
+        assert disturbed(trace), (file, name, line)
+        raised |= {name} if trace.count == 0 else set()
+    assert {"_record", "_recover", "rewind", "reset", "_give_back", "preempt", "check_integrity"} <= raised

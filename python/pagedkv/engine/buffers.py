@@ -36,7 +36,7 @@ class Inputs:
     logits_at: Tensor | None
 
     def mark_dynamic(self) -> None:
-        """Lets T and L (and B, where it is T) be of any size from 2 on in what is traced next."""
+        """Let T and L (and B, where it is T) be of any size from 2 on in what is traced next."""
         marks = [(self.ids, 1), (self.positions, 1), (self.logits_at, 0)]
         names = INDICES[:1] if self.indices["cu_seqlens_q"] else INDICES[:3]
         marks += [(tensor, 0) for name in names for tensor in self.indices[name] or ()]

@@ -120,7 +120,7 @@ class Engine:
         streamer: Any = None,
         **options: Any,
     ) -> int:
-        """Queues a request; what is wrong with it is said now.
+        """Queue a request; what is wrong with it is said now.
 
         Args:
             prompt: text, or token ids.
@@ -156,12 +156,12 @@ class Engine:
         try:
             self._ledger.start([request])
             return request.id
-        except BaseException:
+        except BaseException:  # an interrupt too: its caller gets no id to abort it by
             self._ledger.leave([request])
             raise
 
     def abort(self, request_id: int) -> bool:
-        """Ends a request and frees its blocks, also from a callback; False if it is not there any more."""
+        """End a request and free its blocks, also from a callback; False if it is not there any more."""
         request_id = integer("request_id", request_id)
         with self._ledger.lock:
             request = self._ledger.requests.get(request_id)
@@ -171,7 +171,7 @@ class Engine:
             return True
 
     def step(self) -> StepOutput:
-        """One forward. Gives out what has come of requests of `add_request` and was not given out before: by this step,
+        """One forward. Give out what has come of requests of `add_request` and was not given out before: by this step,
         and by those that `generate` and streams have run.
 
         Whatever is raised, by the model, a callback or the keyboard, each request goes on with the tokens and the
@@ -183,7 +183,7 @@ class Engine:
                 ledger.step()
                 news, ledger.outbox.news = ledger.outbox.news, news
                 return ledger.outbox.take(news)
-        except BaseException:
+        except BaseException:  # an interrupt too: the next step gives out what this one could not
             with ledger.lock:
                 ledger.outbox.news = {**ledger.outbox.news, **news}
             raise
@@ -205,7 +205,7 @@ class Engine:
         seed: int | None = None,
         **options: Any,
     ) -> list[Result]:
-        """Runs requests to their ends.
+        """Run requests to their ends.
 
         Args:
             prompts: one request each. generation_config: for all, or one for each.
@@ -229,7 +229,7 @@ class Engine:
             self._ledger.leave(requests)
 
     def _run(self, requests: list[Request], progress: bool) -> None:
-        """Steps until these requests are done."""
+        """Step until these requests are done."""
         ledger, total = self._ledger, sum(len(request.samples) for request in requests)
         start, generated = time.monotonic(), ledger.counts["generated"]
         with generation_bar(total, progress) as bar:
@@ -244,7 +244,7 @@ class Engine:
                     bar.update(sum(len(request.results) for request in requests) - bar.n)
 
     def results(self, request_id: int) -> list[Result]:
-        """Runs steps until a request that `add_request` has added is done.
+        """Run steps until a request that `add_request` has added is done.
 
         Returns:
             Its results, one per sample, whether `step` gave them out before or not; it does not from here on. They can
@@ -267,13 +267,13 @@ class Engine:
     def stream(
         self, prompt: Prompt, generation_config: GenerationConfig | None = None, **options: Any
     ) -> Iterator[NewToken]:
-        """Yields the tokens of one request as they are sampled, with their text. Closing the iterator aborts it.
+        """Yield the tokens of one request as they are sampled, with their text. Closing the iterator aborts it.
 
         The texts joined are `Result.text`, whatever the tokenizer; where it is aborted an incomplete
         character may be missing.
 
         Raises:
-            InvalidArgumentError: the request is refused. RuntimeError: it has failed.
+            InvalidArgumentError: the request is refused. RuntimeError: it has failed, or the engine was closed.
         """
         request = self._intake.prepare(prompt, generation_config, True, **options)
         reader = Reader(request, self.tokenizer)
@@ -329,8 +329,9 @@ class Engine:
             )
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless blocks, references and tables agree and only live requests hold any."""
+        """Raise IntegrityError unless blocks, references and tables agree and only live requests hold any."""
         with self._ledger.lock:
+            self._ledger.change(lambda: None)  # puts right what an interrupted recovery has left
             self.manager.check_integrity()
             known = {seq.seq_id for request in self._ledger.requests.values() for seq in request.scheduled()}
             if known != set(self.manager.sequences):
@@ -338,10 +339,10 @@ class Engine:
                 raise IntegrityError(f"the manager has sequences {held}, expected {sorted(known)}")
 
     def close(self) -> None:
-        """Aborts what is left; the engine takes no more requests."""
+        """Abort what is left, with an error; the engine takes no more requests, and its streams raise."""
         with self._ledger.lock:
             self._ledger.is_closed = True
-            self._ledger.end_all(list(self._ledger.requests.values()))
+            self._ledger.end_all(list(self._ledger.requests.values()), "the engine was closed")
 
     def __enter__(self) -> Engine:
         return self

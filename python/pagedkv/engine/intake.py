@@ -112,18 +112,19 @@ class Intake:
         """
         length, most, runner = settings.max_length, self._config.max_num_seqs, self._runner
         pool, num_usable = runner.pool, runner.pool.manager.pool.num_usable
-        asked = f"prompt of {num_prompt} tokens, up to {length} with what is generated"
+        got = f"got {num_prompt} tokens, up to {length} with what is generated"
         if length <= num_prompt:
             raise PromptError(f"max_length: expected more than the prompt's {num_prompt} tokens, got {length}")
         if length > runner.max_length:
             raise PromptError(
-                f"{asked}: expected at most {runner.max_length} (positions of the model, or {num_usable} blocks of "
-                f"{pool.block_size})"
+                f"prompt: expected at most {runner.max_length} tokens with what is generated (positions of the model, "
+                f"or {num_usable} blocks of {pool.block_size}), {got}"
             )
         needed = self._blocks_needed(length - 1)  # the last token's keys are never written
         if needed > num_usable:
             raise PromptError(
-                f"{asked}: needs {needed} blocks of {pool.block_size} tokens, and the pool has {num_usable}"
+                f"prompt: expected one that fits the {num_usable} blocks of {pool.block_size} tokens, {got}, which "
+                f"need {needed} blocks"
             )
         if settings.num_samples > most:
             raise InvalidArgumentError(

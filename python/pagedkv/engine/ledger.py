@@ -53,7 +53,7 @@ class Ledger:
     # Requests.
 
     def start(self, requests: list[Request]) -> None:
-        """Queues requests; if anything is raised none of them. Does nothing where their consumer has left meanwhile."""
+        """Queue requests; if anything is raised none of them. Do nothing where their consumer has left meanwhile."""
         with self.lock:
             if self.is_closed:
                 raise RuntimeError("the engine is closed")
@@ -67,7 +67,7 @@ class Ledger:
                     begin_stream(request.streamer, request.prompt_ids)
             try:
                 self.change(lambda: self._queue(requests))
-            except BaseException:
+            except BaseException:  # an interrupt too: a caller that gets no id can not abort
                 self.change(lambda: self._withdraw(requests))
                 raise
 
@@ -77,7 +77,7 @@ class Ledger:
             self.scheduler.add(request.samples[0])
 
     def _withdraw(self, requests: list[Request]) -> None:
-        """Takes back requests that no step has seen, without a result."""
+        """Take back requests that no step has seen, without a result."""
         for request in requests:
             if self.requests.pop(request.id, None) is not None:
                 self.scheduler.remove(request.samples[0])
@@ -91,13 +91,13 @@ class Ledger:
             for request in requests:
                 self.outbox.withhold(request)
 
-    def end_all(self, requests: list[Request]) -> None:
-        """Aborts requests."""
+    def end_all(self, requests: list[Request], error: str | None = None) -> None:
+        """Abort requests. error: for their results, where that was not their caller's wish."""
 
         def end() -> None:
             for request in requests:
                 for sample in request.samples:
-                    self._end(sample, "abort")
+                    self._end(sample, "abort", error)
 
         if requests:
             self.change(end)
@@ -126,7 +126,7 @@ class Ledger:
                 self.step()
 
     def change(self, work: Callable[[], None]) -> None:
-        """Changes requests and blocks. What is raised leaves them in order: decided tokens stay, the rest is computed
+        """Change requests and blocks. What is raised leaves them in order: decided tokens stay, the rest is computed
         again. A callback's call joins the change that it came from."""
         with self.lock:
             if self._busy.locked():
@@ -140,7 +140,7 @@ class Ledger:
                     work()
                     self._settle()
                     self._is_broken = False
-            except BaseException:
+            except BaseException:  # an interrupt too: what it has left must not be seen
                 self._recover()
                 raise
 
@@ -157,7 +157,7 @@ class Ledger:
         self.stepper.confirm(decisions)
 
     def _record(self) -> None:
-        """Takes what is decided into the samples. Can be repeated."""
+        """Take what is decided into the samples. Can be repeated."""
         decisions, counts = self._decided
         for decision in decisions:
             sample = decision.sample
@@ -181,7 +181,7 @@ class Ledger:
         self._decided = [], counts
 
     def _end(self, sample: Sample, reason: str, error: str | None = None, start: int | None = None) -> None:
-        """Lets a sample end, unless it has. Can be repeated."""
+        """Let a sample end, unless it has. Can be repeated."""
         if sample.finish_reason is None:
             self.outbox.note(sample, len(sample.tokens) if start is None else start, True)
             self._ended[sample] = None
@@ -191,14 +191,14 @@ class Ledger:
         self.change(lambda: self._end(sample, "error", error))
 
     def _settle(self) -> None:
-        """Takes what has ended out of the schedule, and its blocks."""
+        """Take what has ended out of the schedule, and its blocks."""
         for sample in self._ended:
             if sample.finish_reason is not None:
                 self.scheduler.remove(sample)
         self._ended.clear()
 
     def _recover(self) -> None:
-        """Puts right what an interrupted change has left. Can be repeated."""
+        """Put right what an interrupted change has left. Can be repeated."""
         self._record()
         for request in self.requests.values():
             for sample in request.samples:
@@ -208,6 +208,6 @@ class Ledger:
         self._is_broken = False
 
     def deliver(self) -> None:
-        """Calls users' objects, unless one of them has called: then its caller does."""
+        """Call users' objects, unless one of them has called: then its caller does."""
         if not self._busy.locked():
             self.outbox.deliver()

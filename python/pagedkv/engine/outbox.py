@@ -65,12 +65,12 @@ class Outbox:
         return output
 
     def withhold(self, request: Request) -> None:
-        """Lets `step` give out nothing of a request."""
+        """Let `step` give out nothing of a request."""
         for sample in request.samples:
             self.news.pop(sample, None)
 
     def deliver(self) -> None:
-        """Gives streamers their tokens and makes the results of samples that have ended. Calls users' objects."""
+        """Give streamers their tokens and make the results of samples that have ended. Calls users' objects."""
         while self.due:
             sample = next(iter(self.due))
             if sample.request.streamer is not None:
@@ -142,14 +142,14 @@ def _result(sample: Sample, text: str | None) -> Result:
 
 
 def begin_stream(streamer: Any, ids: list[int]) -> None:
-    """Gives a streamer the prompt.
+    """Give a streamer the prompt.
 
     Raises:
         InvalidArgumentError: it does not take it.
     """
     try:
         streamer.put(torch.tensor([ids]))
-    except Exception as error:
+    except Exception as error:  # whatever a user's streamer raises
         raise InvalidArgumentError(
             f"streamer: expected one that takes the prompt, its put() raised {describe(error)}"
         ) from error

@@ -97,7 +97,7 @@ class Sample:
         self.told = len(self.tokens), False
 
     def rewind(self) -> None:
-        """Sets the random stream to where it stands behind `tokens`."""
+        """Set the random stream to where it stands behind `tokens`."""
         if self.random_state is None:
             self.generator.manual_seed(self.generator.initial_seed())
         else:

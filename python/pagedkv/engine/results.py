@@ -24,7 +24,8 @@ class Result:
     Attributes:
         token_ids: what was sampled, an end-of-sequence token included; text: its decoded form, without special tokens.
         finish_reason: "eos", "length", "stop_string", "stopping_criteria", "time", "abort" or "error".
-        error: what went wrong; with another finish reason than "error": in the streamer's ``end``, after all tokens.
+        error: what went wrong; with another finish reason than "error": the engine was closed ("abort"), or the
+            streamer's ``end`` has failed after all tokens.
         logprobs: per token, {token id: log-probability} of itself and the likeliest ones, if they were asked for.
         num_cached_tokens: of the prompt, served from the prefix cache.
         seconds_to_first_token, seconds: since the request was added.

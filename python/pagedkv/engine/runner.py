@@ -84,7 +84,7 @@ class Runner:
     # Set-up.
 
     def _check_forward(self) -> bool:
-        """Refuses a model whose forward can not be told what a packed batch is; whether it takes logits_to_keep."""
+        """Refuse a model whose forward can not be told what a packed batch is; whether it takes logits_to_keep."""
         parameters = inspect.signature(self.model.forward).parameters
         for name in ("position_ids", "attention_mask", self.patch.cache_name):
             if name not in parameters:
@@ -96,7 +96,7 @@ class Runner:
         return "logits_to_keep" in parameters
 
     def _accept(self) -> Probe:
-        """Compares forwards over a few small blocks with the model's own."""
+        """Compare forwards over a few small blocks with the model's own."""
         small = EngineConfig(
             num_blocks=_PROBE_BLOCKS,
             block_size=_PROBE_BLOCK_SIZE,
@@ -167,7 +167,7 @@ class Runner:
         return masks
 
     def _probe(self) -> Probe:
-        """Compares packed, chunked prompts and decode steps with what the model gives by itself."""
+        """Compare packed, chunked prompts and decode steps with what the model gives by itself."""
         model, dtype = self.model, self.pool.kv_dtype
         probe = Probe(model, functools.partial(type(model).generate, model), self.patch.cache_name, dtype)
         try:
@@ -222,7 +222,7 @@ class Runner:
             self._check_compiled(probe)
 
     def _check_compiled(self, probe: Probe) -> None:
-        """Compares a compiled forward of a few tokens in block 1, which nobody has yet, with the eager one.
+        """Compare a compiled forward of a few tokens in block 1, which nobody has yet, with the eager one.
 
         Both are roundings of the same logits: on SmolLM2-135M in bfloat16 the compiled ones were 0.03 from those in
         float32, the eager ones 0.16.

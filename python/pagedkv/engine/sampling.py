@@ -40,7 +40,7 @@ class Decision:
     error: str | None = None
 
     def stop(self) -> None:
-        """Decides whether the sample ends with its last token. Calls the request's criteria."""
+        """Decide whether the sample ends with its last token. Calls the request's criteria."""
         if self.error is None:
             try:
                 self.reason = self.sample.settings.stop_reason(self.sample.tokens, self.tokens)
@@ -56,7 +56,7 @@ def describe(error: Exception) -> str:
 
 
 def draw(decisions: Seq[Decision], logits: Tensor) -> None:
-    """Adds the next token to each decision, or an error.
+    """Add the next token to each decision, or an error.
 
     There is one host read for all that are plainly greedy, and one for those that share settings.
 
@@ -131,11 +131,11 @@ def _pick(decisions: list[Decision], logits: Tensor) -> list[int]:
 
 
 def _take(decision: Decision, token: int, logits: Tensor, count: int) -> None:
-    """Takes a token, with the log-probabilities under the model's own logits: its own and the likeliest ones."""
+    """Take a token, with the log-probabilities under the model's own logits: its own and the likeliest ones."""
     try:
         values = logits.log_softmax(-1)
         top = values.topk(count)
-    except Exception as error:
+    except Exception as error:  # of this request's own settings
         decision.error = describe(error)
         return
     decision.logprobs.append(dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)))

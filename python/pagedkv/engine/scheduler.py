@@ -50,7 +50,7 @@ class Scheduler:
             self.manager.add(seq.seq_id, seq.tokens, cache_salt=request.cache_salt, extra_keys=keys)
 
     def make_private(self, request: Request) -> None:
-        """Shares no blocks with a request that holds none, or is about to be reset."""
+        """Share no blocks with a request that holds none, or is about to be reset."""
         seqs = request.scheduled()
         for seq in seqs:
             if seq.seq_id in self.manager.sequences:
@@ -60,14 +60,14 @@ class Scheduler:
             self._register(seq)
 
     def fork(self, parent: Sample, child: Sample) -> None:
-        """Lets a child run from the parent's computed tokens, in a row that was kept free for it."""
+        """Let a child run from the parent's computed tokens, in a row that was kept free for it."""
         self.manager.fork(parent.seq_id, child.seq_id)
         child.num_computed, child.num_cached = parent.num_computed, parent.num_cached
         self._run(child)
         self._fill_row(child)
 
     def remove(self, seq: Sample) -> None:
-        """Frees a sequence, running or waiting."""
+        """Free a sequence, running or waiting."""
         if seq.row >= 0:
             self._leave_row(seq)
         elif seq in self.waiting:
@@ -76,7 +76,7 @@ class Scheduler:
             self.manager.free(seq.seq_id)
 
     def reset(self, seqs: Seq[Sample]) -> None:
-        """Lets these sequences wait, with their tokens and without blocks, whatever an interrupted step has left.
+        """Let these sequences wait, with their tokens and without blocks, whatever an interrupted step has left.
 
         Can be repeated. Where the manager was interrupted in the middle of a change it begins anew, and cached prefixes
         are lost.
@@ -99,7 +99,7 @@ class Scheduler:
                 self._register(seq)
 
     def _give_back(self, known: dict[int, Sample]) -> None:
-        """Frees the manager's other sequences, and takes the blocks of these; moves that are due are moot then."""
+        """Free the manager's other sequences, and take the blocks of these; moves that are due are moot then."""
         manager = self.manager
         for seq_id in list(manager.sequences):
             if seq_id not in known:
@@ -113,7 +113,7 @@ class Scheduler:
     # A step.
 
     def schedule(self) -> bool:
-        """Grants slots and sets every running sequence's `work`; whether there is any."""
+        """Grant slots and set every running sequence's `work`; whether there is any."""
         self._preempted = False
         for seq in self.running:
             seq.work = 0
@@ -168,7 +168,7 @@ class Scheduler:
         return count
 
     def _admit(self, budget: int) -> None:
-        """Lets waiting sequences run in order; the first that finds no room ends it."""
+        """Let waiting sequences run in order; the first that finds no room ends it."""
         while self.waiting and budget:
             seq = self.waiting[0]
             if not self._has_rows(seq) or not self._allocate_or_preempt(seq, budget, lowest=None):
@@ -190,7 +190,7 @@ class Scheduler:
         return True
 
     def _allocate_or_preempt(self, seq: Sample, count: int, lowest: Sample | None) -> bool:
-        """Preempts until the slots are granted. A running sequence (`lowest`) may have to go itself; a waiting one only
+        """Preempt until the slots are granted. A running sequence (`lowest`) may have to go itself; a waiting one only
         displaces lower priorities."""
         while self._allocate(seq, count) is None:
             if lowest is None:

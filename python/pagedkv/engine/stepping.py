@@ -95,7 +95,7 @@ class Stepper:
         return None
 
     def _draft(self, seq: Sample) -> Decision | None:
-        """Gives a sample its draft; a decision where that fails."""
+        """Give a sample its draft; a decision where that fails."""
         try:
             seq.draft = seq.settings.draft(seq.tokens)
         except Exception as error:  # of this request alone
@@ -135,7 +135,7 @@ class Stepper:
         return children
 
     def _verify(self, seq: Sample, logits: Tensor) -> Decision:
-        """Samples token after token as long as the draft is confirmed: what plain decoding would have sampled."""
+        """Sample token after token as long as the draft is confirmed: what plain decoding would have sampled."""
         decision = Decision(seq, len(seq.tokens), num_drafted=len(seq.draft))
         for position, expected in enumerate([*seq.draft, None]):
             self._draw([decision], logits[position : position + 1])
@@ -154,7 +154,7 @@ class Stepper:
             decision.stop()
 
     def confirm(self, decisions: list[Decision]) -> None:
-        """Tells the manager of accepted drafts, whose keys the forward has written, once they are recorded."""
+        """Tell the manager of accepted drafts, whose keys the forward has written, once they are recorded."""
         for decision in decisions:
             seq, count = decision.sample, decision.num_accepted
             seq.draft = []
