@@ -7,6 +7,7 @@ memory and nothing is copied. Addresses and shapes never change: a captured grap
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,12 @@ from pagedkv.errors import InvalidArgumentError, integer, refused
 from pagedkv.manager.blocks import NULL_BLOCK
 
 PADDING_SLOT = -1
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which a CUDA device is the current one: copies, events, launches and captures are made on that."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
 
 Ints = Sequence[int] | npt.NDArray[np.integer]
 _IDS = f"a sequence of ints in 0..{2**31 - 1}"
@@ -200,10 +207,11 @@ class BlockTable:
         if not self._is_copied:
             return
         used = len(self._host) - (self.max_num_seqs - rows) * self.max_num_blocks
-        self._device[:used].copy_(self._host[:used], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-            self._in_flight = True
+        with current(self.device):
+            self._device[:used].copy_(self._host[:used], non_blocking=True)
+            if self._copied is not None:
+                self._copied.record()
+                self._in_flight = True
 
     def _wait(self) -> None:
         """Host memory may not change while a copy still reads it."""

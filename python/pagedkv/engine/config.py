@@ -27,7 +27,8 @@ class EngineConfig:
         prefix_caching: prompts that begin like an earlier one reuse its blocks.
         compile: through torch.compile. On CPU every forward, with a frozen and packed copy of the weights; a model of
             30 layers takes about 100 s. On CUDA decode.
-        cuda_graphs: True, False, or "auto": decode from captured graphs where the model is on CUDA.
+        cuda_graphs: decode from captured graphs. True, False, or "auto": where the model is on CUDA, and eagerly after
+            a warning where an op of it can not be captured.
         kv_dtype: float type of the stored keys and values; None: the type the model computes them in.
         watermark: fraction of the blocks that admissions leave free.
         num_host_blocks: preemption swaps to so many blocks of host memory instead of computing again.

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
+from ..block_table import current
 from ..hf.cache import PagedCache
 from ..hf.handle import Patch
 from ..hf.kv_pool import Pool, sized
@@ -34,6 +37,8 @@ from .compiling import compiled
 from .config import EngineConfig
 from .packed import PackedCache
 from .progress import track
+
+logger = logging.getLogger(__name__)
 
 _PROBE_BLOCKS, _PROBE_BLOCK_SIZE = 16, 4
 _PROBE_CHUNK = 3  # prompts of 6 and 4 tokens come in two forwards, over one block and within one
@@ -74,11 +79,12 @@ class Runner:
         sizes = config.num_blocks, config.memory, config.block_size, self.device, config.num_host_blocks
         self._allocate(replace(config, num_blocks=agreed_blocks(model, lambda: sized(self.pool, *sizes)), memory=None))
         self.max_length = min(self.max_length, self.pool.table_width * config.block_size)
-        self._warm_up(self._inputs[self._sizes[0]])  # the layers get their tensors before anything is traced
-        if config.compile:
-            self._compile(probe)
-        if config.cuda_graphs and self.device.type == "cuda":
-            self._capture()
+        with current(self.device):
+            self._warm_up(self._inputs[self._sizes[0]])  # the layers get their tensors before anything is traced
+            if config.compile:
+                self._compile(probe)
+            if config.cuda_graphs and self.device.type == "cuda":
+                self._capture()
         self.is_frozen = config.compile or bool(self._graphs)
 
     # Set-up.
@@ -240,7 +246,19 @@ class Runner:
         probe.check_pair(expected, got, "from a compiled forward", 1e-3 if is_exact else 0.5)
 
     def _capture(self) -> None:
-        """A CUDA graph per bucket, the largest first: the smaller ones share its memory."""
+        """A CUDA graph per bucket, the largest first: the smaller ones share its memory. With "auto" none, where an op
+        can not be captured."""
+        try:
+            self._capture_buckets()
+        except Exception as error:  # whatever an op raises in a capture
+            if self.config.cuda_graphs is True:
+                raise
+            self._graphs.clear()
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            text = "pagedkv: decode runs without CUDA graphs: capturing failed in %s, at `%s`: %s"
+            logger.warning(text, place.name, place.line, error)
+
+    def _capture_buckets(self) -> None:
         memory = torch.cuda.graph_pool_handle()
         for size in track(self._sizes[::-1], "capturing decode", self.config.progress):
             self._warm_up(self._inputs[size])
@@ -259,6 +277,10 @@ class Runner:
 
     def run(self, batch: Batch) -> Tensor:
         """[len(batch.logits_at), vocabulary] float32: one forward of the first rows of the tables."""
+        with current(self.device):
+            return self._run(batch)
+
+    def _run(self, batch: Batch) -> Tensor:
         num_seqs, total = len(batch.num_computed), len(batch.token_ids)
         if batch.num_new is None:
             size = next(size for size in self._sizes if size >= num_seqs)
