@@ -7,6 +7,7 @@ instructions or 128-bit accesses that it needs. ``--write FILE`` keeps the table
 from __future__ import annotations
 
 import argparse
+import hashlib
 import multiprocessing
 import sys
 from collections.abc import Callable
@@ -200,6 +201,15 @@ def row_of(arch: str, name: str) -> tuple[str, list[str]]:
     ]
 
 
+def digest() -> str:
+    """Of the code that decides what is compiled, comments aside: the table says which it is of."""
+    sha = hashlib.sha256()
+    for file in [*sorted(Path(config.__file__).parent.glob("*.py")), Path(__file__)]:
+        code = (line.partition("  # ")[0].strip() for line in file.read_text(encoding="utf-8").splitlines())
+        sha.update("\n".join(line for line in code if line and not line.startswith("#")).encode())
+    return sha.hexdigest()[:16]
+
+
 HEADER = (
     "| target | kernel | tile | warps | stages | registers | shared bytes | spill instructions | stack bytes "
     "| tensor-core instructions | 128-bit async copies | 128-bit loads | 128-bit stores "
@@ -221,7 +231,8 @@ def main() -> int:
             lines.append(line)
             found += row_problems
     if options.write:
-        intro = f"Kernels compiled without a device by Triton {triton.__version__}: `python -m {__spec__.name}`.\n\n"
+        intro = f"Kernels compiled without a device by Triton {triton.__version__}: `python -m {__spec__.name}`.\n"
+        intro += f"Of the sources {digest()}.\n\n"
         notes = options.write.read_text().partition("\n## ") if options.write.exists() else ("", "", "")
         options.write.write_text(intro + "\n".join(lines) + "\n" + "".join(notes[1:]))  # what was written below stays
     print("\n".join(found) or "no problems", file=sys.stderr)
