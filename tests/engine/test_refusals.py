@@ -101,7 +101,8 @@ class _Own:
 _WRONG = {
     **dict.fromkeys(("max_time", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"), "x"),
     **dict.fromkeys(("top_k", "repetition_penalty", "encoder_repetition_penalty"), "x"),
-    "temperature": ["x", True, 10**400],
+    "temperature": ["x", True, 10**400, math.nan],
+    **dict.fromkeys(("do_sample", "renormalize_logits", "remove_invalid_values"), ("no", 2)),
     "no_repeat_ngram_size": ["x", -1, 1.5],
     "encoder_no_repeat_ngram_size": ["x", -1],
     "max_new_tokens": ["x", 0, True, 9.5],

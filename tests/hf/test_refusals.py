@@ -182,6 +182,7 @@ SETTINGS = {
         ({"pool": Pool(8, 4), "kv_dtype": torch.float16}, _EITHER.format("kv_dtype", "torch.float16")),
         ({"pool": Pool(8, 4), "block_size": 8}, _EITHER.format("block_size", 8)),
         ({"pool": Pool(8, 4, [6])}, _WINDOWS),
+        ({"config": 3}, "config: expected a transformers config, got 3"),
     ],
     "Pool": [
         ({"num_blocks": 8, "block_size": 4, "kv_dtype": torch.int8}, _TYPES + "torch.int8"),
@@ -200,7 +201,7 @@ def test_settings_are_refused_by_name(llama, what, settings, message):
     """Before anything changes, and before they cost memory."""
     make = {
         "patch": partial(pagedkv.patch, llama),
-        "PagedCache": partial(pagedkv.PagedCache, llama.config),
+        "PagedCache": lambda **settings: pagedkv.PagedCache(**{"config": llama.config} | settings),
         "Pool": Pool,
     }
     attributes, kind, used = dict(vars(llama)), type(llama), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -240,3 +241,8 @@ def test_layers_that_cache_something_else_and_models_that_are_not_patched_are_re
         pagedkv.PagedCache(AutoConfig.for_model("deepseek_v32"), num_blocks=4)
     with pytest.raises(ValueError, match="LlamaForCausalLM is not patched"):
         pagedkv.pool(tiny())
+
+
+def test_a_batch_of_no_rows_is_refused(llama):
+    with pagedkv.patched(llama, num_blocks=16), pytest.raises(pagedkv.InvalidArgumentError, match="at least one row"):
+        llama.generate(torch.empty((0, 5), dtype=torch.int64), attention_mask=torch.ones(0, 5), max_new_tokens=2)

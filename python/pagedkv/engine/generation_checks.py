@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from ..errors import integer, refused
+from ..errors import boolean, integer, refused
 
 # numbers of any type: transformers' own processors insist on theirs, and look at the range
 _NUMBERS = {"top_k": int} | dict.fromkeys(
@@ -101,6 +102,8 @@ def check_generation(settings: Mapping[str, Any]) -> None:
     for name, expected in _TOKEN_IDS.items():
         if name in given and not _are_token_ids(given[name], expected):
             raise refused(name, expected, given[name])
+    for name in ("do_sample", "renormalize_logits", "remove_invalid_values"):
+        boolean(name, given.get(name, False))
     for name in _NUMBERS:
         if name in given and not _is_number(given[name]):
             raise refused(name, "a number", given[name])
@@ -118,14 +121,13 @@ def convert_numbers(config: GenerationConfig) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """A real number that a float can hold."""
+    """A real number that a float can hold, and not NaN."""
     if type(value) is bool or not isinstance(value, numbers.Real):
         return False
     try:
-        float(value)
+        return not math.isnan(value)
     except OverflowError:
         return False
-    return True
 
 
 def _is_same(value: Any, known: Any) -> bool:

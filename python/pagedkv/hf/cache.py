@@ -118,6 +118,8 @@ class PagedCache(Cache):  # type: ignore[misc]
         pool: Pool | None = None,
     ) -> None:
         block_size, num_blocks = check_settings(block_size, num_blocks, memory, kv_dtype)
+        if not isinstance(config, PreTrainedConfig):
+            raise refused("config", "a transformers config", config)
         kinds, windows = layer_kinds(config), layer_windows(config)
         if pool is None:
             text = config.get_text_config(decoder=True)

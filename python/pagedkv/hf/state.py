@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..errors import InvalidArgumentError
 from .identity import Identity
 from .kv_pool import Pool
 from .rows import Ints, Rows
@@ -167,6 +168,8 @@ class PagedState:
 
     def _grow(self, attention_mask: Tensor | None, batch: int, query_length: int) -> None:
         """Make room for the new columns' real tokens in their rows."""
+        if batch == 0:
+            raise InvalidArgumentError("input_ids: expected at least one row, got a batch of none")
         rows = self._rows(batch)
         valid = self._new_valid(attention_mask, query_length)
         ids = self._new_ids(batch, query_length)
