@@ -80,7 +80,7 @@ FAULTS = [
         "after another",
     ),
     # scratch, and results
-    ("splits.combine_kernel", "(split < num_splits)[:, None] & ", "", SPLIT, "read before it was written"),
+    ("splits.combine_kernel", '(lse != float("-inf"))[:, None] & ', "", SPLIT, "read before it was written"),
     (
         "attention_kernel._store_rows",
         "acc.to(out_ptr.dtype.element_ty), out_mask",
