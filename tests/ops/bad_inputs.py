@@ -1,13 +1,15 @@
-"""Every bad input of every op, as a change of one argument of a call that works.
+"""Every bad input of every op: the text of its error, without the op's name, and the change that has to give it.
 
-``SHAPES`` can be seen without reading a tensor, so that fake kernels report them too; ``VALUES`` are in index tensors.
-A change is the new value or a function of the good one; ids name the rule that is broken.
+A change is a new value, or a function of the good one, for the argument that begins the text, or a dict of such for
+other arguments. ``SHAPES`` can be seen without reading a tensor, so that fake kernels report them too; ``VALUES`` are
+in index tensors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from .builders import APPEND_ARGUMENTS, ATTENTION_ARGUMENTS, OUT_OF_RANGE, WRITE_ARGUMENTS, make_case
 
-Changes = dict[str, Any]
+Bad = list[tuple[str, Any]]
 
 
 def good_call(op: str) -> dict[str, Any]:
@@ -42,10 +44,33 @@ def good_call(op: str) -> dict[str, Any]:
     raise ValueError(op)
 
 
-def bad_call(op: str, changes: Changes) -> dict[str, Any]:
+def changes(text: str, change: Any) -> dict[str, Any]:
+    """By argument."""
+    return change if isinstance(change, dict) else {re.match(r"\w+", text)[0]: change}  # type: ignore[index]
+
+
+def bad_call(op: str, text: str, change: Any) -> dict[str, Any]:
     call = good_call(op)
-    for name, change in changes.items():
-        call[name] = change(call.get(name)) if callable(change) else change
+    for name, value in changes(text, change).items():
+        call[name] = value(call.get(name)) if callable(value) else value
+    return call
+
+
+def float_tensors(op: str) -> Iterator[tuple[str, int | None]]:
+    """Argument, and index in its list or None, of every float tensor of a call."""
+    for name, value in good_call(op).items():
+        for index, tensor in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                yield name, index
+
+
+def replaced(op: str, name: str, index: int | None, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """A good call but for one tensor."""
+    call = good_call(op)
+    if index is None:
+        call[name] = change(call[name])
+    else:
+        call[name][index] = change(call[name][index])
     return call
 
 
@@ -59,8 +84,7 @@ def _shape(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def _every_other(tensor: Tensor) -> Tensor:
     """The last dimension strided by two."""
-    wide = torch.zeros(*tensor.shape[:-1], 2 * tensor.size(-1), dtype=tensor.dtype)
-    return wide[..., ::2]
+    return torch.zeros(*tensor.shape[:-1], 2 * tensor.size(-1), dtype=tensor.dtype)[..., ::2]
 
 
 def _meta(tensor: Tensor) -> Tensor:
@@ -68,26 +92,12 @@ def _meta(tensor: Tensor) -> Tensor:
 
 
 def _set(index: Any, value: int) -> Callable[[Tensor], Tensor]:
-    def change(tensor: Tensor) -> Tensor:
-        tensor = tensor.clone()
-        tensor[index] = value
-        return tensor
-
-    return change
+    return lambda tensor: tensor.index_put([torch.tensor(i) for i in index], torch.tensor(value).to(tensor.dtype))
 
 
 def _drop(dim: int) -> Callable[[Tensor], Tensor]:
     """One element less along ``dim``."""
     return lambda tensor: tensor.narrow(dim, 0, tensor.size(dim) - 1)
-
-
-def _each(rule: str, change: Any, *arguments: str) -> dict[str, Changes]:
-    """The same change of one argument after the other."""
-    return {f"{argument} {rule}": {argument: change} for argument in arguments}
-
-
-def _none(*arguments: str) -> dict[str, Changes]:
-    return _each("None", None, *arguments)
 
 
 def _outer(tensor: Tensor) -> Tensor:
@@ -98,181 +108,8 @@ def _first(tensor: Tensor) -> Tensor:
     return tensor[0]
 
 
-_CACHES: dict[str, Changes] = {
-    **_none("key_cache", "value_cache"),
-    **_each("rank", _first, "key_cache"),
-    **_each("rank", _outer, "value_cache"),
-    "key_cache dtype": {"key_cache": _to(torch.float64)},
-    "key_cache int8": {"key_cache": _to(torch.int8)},
-    "value_cache dtype": {"value_cache": _to(torch.bfloat16)},
-    "value_cache device": {"value_cache": _meta},
-    **_each("stride", _every_other, "key_cache", "value_cache"),
-    "value_cache blocks": {"value_cache": _drop(0)},
-    "value_cache block_size": {"value_cache": _drop(1)},
-    "value_cache heads": {"value_cache": _drop(2)},
-    "block_size zero": {"key_cache": lambda t: t[:, :0], "value_cache": lambda t: t[:, :0]},
-}
-_NEW_TOKENS: dict[str, Changes] = {
-    **_none("key", "value", "slot_mapping"),
-    **_each("rank", _first, "key"),
-    **_each("rank", _outer, "value", "slot_mapping"),
-    "key dtype": {"key": _to(torch.float64)},
-    "value dtype": {"value": _to(torch.int32)},
-    "slot_mapping dtype": {"slot_mapping": _to(torch.float32)},
-    **_each("device", _meta, "key", "value", "slot_mapping"),
-    **_each("stride", _every_other, "key", "value"),
-    **_each("tokens", _drop(0), "value"),
-    **_each("heads", _drop(1), "key", "value"),
-    **_each("head_size", _drop(2), "key", "value"),
-    "slot_mapping longer": {"slot_mapping": lambda t: torch.cat([t, t[:1]])},
-}
-_TABLE: dict[str, Changes] = {
-    **_none("block_table", "seq_lens"),
-    **_each("rank", _first, "block_table"),
-    **_each("rank", _outer, "seq_lens"),
-    "block_table dtype": {"block_table": _to(torch.int16)},
-    "seq_lens dtype": {"seq_lens": _to(torch.float32)},
-    **_each("device", _meta, "block_table", "seq_lens"),
-    "block_table rows": {"block_table": _drop(0)},
-}
-_QUERY: dict[str, Changes] = {
-    **_none("query"),
-    "query rank": {"query": lambda t: t[0]},
-    "query dtype": {"query": _to(torch.float64)},
-    "query device": {"query": _meta},
-    "query stride": {"query": _every_other},
-    "query head_size": {"query": _drop(2)},
-    "no KV heads": {"key_cache": lambda t: t[:, :, :0], "value_cache": lambda t: t[:, :, :0]},
-    "head_size zero": {"query": lambda t: t[..., :0], "key_cache": lambda t: t[..., :0]},
-    "head ratio": {"query": _drop(1)},
-    "tokens without cu_seqlens_q": {"cu_seqlens_q": None},
-    "cu_seqlens_q rank": {"cu_seqlens_q": lambda t: t[None]},
-    "cu_seqlens_q dtype": {"cu_seqlens_q": _to(torch.uint8)},
-    "cu_seqlens_q device": {"cu_seqlens_q": _meta},
-    "cu_seqlens_q size": {"cu_seqlens_q": _drop(0)},
-    "window_left": {"window_left": -2},
-    "window_right": {"window_right": -5},
-    "softcap": {"softcap": -1.0},
-    **_each("nan", math.nan, "scale", "softcap"),
-    **_each("inf", -math.inf, "scale"),
-    **_each("inf", math.inf, "softcap"),
-    "num_splits": {"num_splits": -1},
-    **_each("rank", _shape(1, 4), "alibi_slopes"),
-    **_each("rank", _shape(), "sinks"),
-    **_each("dtype", _shape(4, dtype=torch.int32), "alibi_slopes"),
-    **_each("dtype", _shape(4, dtype=torch.float64), "sinks"),
-    **_each("device", _meta(_shape(4)), "alibi_slopes", "sinks"),
-    **_each("size", _shape(5), "alibi_slopes", "sinks"),
-    **_each("given", _shape(1), "k_scale", "v_scale"),
-}
-_SCALE_CACHES = _each("given", _shape(5, 4, 2), "k_scale_cache", "v_scale_cache")
-_MAPPING: dict[str, Changes] = {
-    **_none("block_mapping"),
-    "block_mapping rank": {"block_mapping": lambda t: t[0]},
-    "block_mapping columns": {"block_mapping": _shape(2, 3, dtype=torch.int64)},
-    "block_mapping dtype": {"block_mapping": _to(torch.float32)},
-}
-
-SHAPES: dict[str, dict[str, Changes]] = {
-    "write_kv": {
-        **_CACHES,
-        **_NEW_TOKENS,
-        **_each("given", _shape(1), "k_scale", "v_scale"),
-        **_SCALE_CACHES,
-    },
-    "paged_attention": {**_CACHES, **_QUERY, **_TABLE},
-    "paged_attention_with_lse": {**_CACHES, **_QUERY, **_TABLE},
-    "paged_attention_append": {
-        **_CACHES,
-        **_QUERY,
-        **_TABLE,
-        **_NEW_TOKENS,
-        "key tokens": {"key": _drop(0), "value": _drop(0), "slot_mapping": _drop(0)},
-        **_SCALE_CACHES,
-    },
-    "merge_states": {
-        **_none("out_a", "lse_a", "out_b", "lse_b"),
-        **_each("rank", _first, "out_a", "out_b", "lse_b"),
-        **_each("rank", _outer, "lse_a"),
-        "out_a dtype": {"out_a": _to(torch.float64)},
-        "out_b dtype": {"out_b": _to(torch.float16)},
-        **_each("device", _meta, "out_b", "lse_a", "lse_b"),
-        **_each("tokens", _drop(0), "out_b", "lse_a", "lse_b"),
-        **_each("heads", _drop(1), "out_b", "lse_a", "lse_b"),
-        **_each("head_size", _drop(2), "out_b"),
-        **_each("stride", _every_other, "out_a", "out_b"),
-        "lse_a dtype": {"lse_a": _to(torch.float16)},
-        "lse_b dtype": {"lse_b": _to(torch.float64)},
-    },
-    "copy_blocks": {
-        **_MAPPING,
-        "no caches": {"caches": []},
-        "scalar cache": {"caches": lambda t: [*t, torch.tensor(1.0)]},
-        "cache device": {"caches": lambda t: [t[0], _meta(t[1])]},
-    },
-    "swap_blocks": {
-        **_MAPPING,
-        **_none("src", "dst"),
-        "block_mapping device": {"block_mapping": _meta},
-        "scalar src": {"src": torch.tensor(1.0)},
-        "dst rank": {"dst": lambda t: t[0]},
-        "dst dtype": {"dst": _to(torch.float16)},
-        "dst block_size": {"dst": _drop(1)},
-        "dst heads": {"dst": _drop(2)},
-        "dst head_size": {"dst": _drop(3)},
-    },
-    "gather_kv": {
-        **_TABLE,
-        **_none("cache"),
-        "cache rank": {"cache": lambda t: t[0]},
-        "cache dtype": {"cache": _to(torch.int8)},
-        "cache stride": {"cache": _every_other},
-        "block_size zero": {"cache": lambda t: t[:, :0]},
-        "max_len": {"max_len": -1},
-        "max_len beyond any memory": {"max_len": 2**62},
-    },
-}
-
-_LENGTHS: dict[str, Changes] = {
-    "seq_len negative": {"seq_lens": _set(1, -1)},
-    "seq_len past the table": {"seq_lens": _set(0, 13)},
-}
-_IDS: dict[str, Changes] = {
-    "block id too large": {"block_table": _set((0, 1), 5)},
-    "block id negative": {"block_table": _set((1, 0), -1)},
-    "block id beyond 32 bits": {"block_table": _set((0, 0), 2**33)},
-}
-_BOUNDS: dict[str, Changes] = {
-    "cu_seqlens_q starts above 0": {"cu_seqlens_q": _set(0, 1)},
-    "cu_seqlens_q starts below 0": {"cu_seqlens_q": _set(0, -1)},
-    "cu_seqlens_q decreases": {"cu_seqlens_q": _set(1, 9)},
-    "cu_seqlens_q ends above T": {"cu_seqlens_q": _set(2, 5)},
-}
-_PAIRS: dict[str, Changes] = {
-    "source too large": {"block_mapping": _set((1, 0), 5)},
-    "source beyond 32 bits": {"block_mapping": _set((1, 0), 2**40)},
-    "source negative": {"block_mapping": _set((1, 0), -1)},
-    "destination too large": {"block_mapping": _set((1, 1), OUT_OF_RANGE)},
-    "destination negative": {"block_mapping": _set((0, 1), -3)},
-    "destination twice": {"block_mapping": _set((1, 1), 1)},
-}
-
-
-def _same_cache() -> Changes:
-    cache = torch.zeros(5, 4, 2, 16)
-    return {"key_cache": cache, "value_cache": cache, "value": lambda t: torch.zeros(4, 2, 16)}
-
-
-def _half_shared_caches() -> Changes:
-    """Value block i is key block i+1."""
-    pool = torch.zeros(6, 4, 2, 16)
-    return {"key_cache": pool[:5], "value_cache": pool[1:], "value": lambda t: torch.zeros(4, 2, 16)}
-
-
-def _overlapping_columns() -> Changes:
-    """Interleaved views that overlap by one element of the head."""
-    pool = torch.zeros(5, 4, 2, 23)
-    return {"key_cache": pool[..., :16], "value_cache": pool[..., 15:]}
+def _no_blocks(tensor: Tensor) -> Tensor:
+    return tensor[:0]
 
 
 def _expanded(dim: int) -> Callable[[Tensor], Tensor]:
@@ -286,34 +123,245 @@ def _overlapping_rows(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor).as_strided(tensor.shape, strides)
 
 
-def _no_blocks(tensor: Tensor) -> Tensor:
-    return tensor[:0]
+def _both(key_cache: Tensor, value_cache: Tensor) -> dict[str, Any]:
+    return {"key_cache": key_cache, "value_cache": value_cache, "value": torch.zeros(4, 2, value_cache.size(3))}
 
 
-_SLOTS: dict[str, Changes] = {
-    "slot too large": {"slot_mapping": _set(2, 20)},
-    "slot beyond 32 bits": {"slot_mapping": _set(0, 2**40)},
-    "same cache twice": _same_cache(),
-    "caches share blocks": _half_shared_caches(),
-    "caches share a column": _overlapping_columns(),
-    "key_cache blocks expanded": {"key_cache": _expanded(0)},
-    "value_cache heads expanded": {"value_cache": _expanded(2)},
-    "key_cache rows overlap": {"key_cache": _overlapping_rows},
+def _none(*arguments: str) -> Bad:
+    return [(f"{argument} must be a tensor, got None", None) for argument in arguments]
+
+
+def _meta_like(like: str, *arguments: str) -> Bad:
+    return [(f"{argument} must be on cpu like {like}, got meta", _meta) for argument in arguments]
+
+
+def _quantised(*arguments: str) -> Bad:
+    text = "must be None (quantised caches are not supported yet), got a tensor"
+    return [(f"{argument} {text}", _shape(1)) for argument in arguments]
+
+
+_FLOATS = "must be float32, float16 or bfloat16"
+_CACHE_FLOATS = f"{_FLOATS} (int8 and float8 caches are not supported yet)"
+_INDEX = "must be int32 or int64"
+_CONTIGUOUS = "must have a contiguous last dimension, got strides"
+_OWN_PLACE = "must have a place of its own in memory for each element, got strides"
+_SHARED = "key_cache and value_cache must not share elements"
+_SOFTCAP = "softcap must be 0 (off) or more, and finite"
+
+_CACHES: Bad = [
+    *_none("key_cache", "value_cache"),
+    *_meta_like("key_cache", "value_cache"),
+    ("key_cache must be [num_blocks, block_size, num_kv_heads, head_size], got [4, 2, 16]", _first),
+    ("value_cache must be [num_blocks, block_size, num_kv_heads, v_head_size], got [1, 5, 4, 2, 8]", _outer),
+    (f"key_cache {_CACHE_FLOATS}, got float64", _to(torch.float64)),
+    (f"key_cache {_CACHE_FLOATS}, got int8", _to(torch.int8)),
+    ("value_cache must be float32 like key_cache, got bfloat16", _to(torch.bfloat16)),
+    (f"key_cache {_CONTIGUOUS} [256, 64, 32, 2]", _every_other),
+    (f"value_cache {_CONTIGUOUS} [128, 32, 16, 2]", _every_other),
+    ("value_cache.size(0) must be 5 like key_cache.size(0), got 4", _drop(0)),
+    ("value_cache.size(1) must be 4 like key_cache.size(1), got 3", _drop(1)),
+    ("value_cache.size(2) must be 2 like key_cache.size(2), got 1", _drop(2)),
+    (
+        "key_cache.size(1) must be in 1..2147483647 (block_size), got 0",
+        {"key_cache": lambda t: t[:, :0], "value_cache": lambda t: t[:, :0]},
+    ),
+]
+_NEW_TOKENS: Bad = [
+    *_none("key", "value", "slot_mapping"),
+    *_meta_like("key_cache", "key", "value", "slot_mapping"),
+    ("key must be [num_tokens, num_kv_heads, head_size], got [2, 16]", _first),
+    ("value must be [num_tokens, num_kv_heads, v_head_size], got [1, 4, 2, 8]", _outer),
+    ("slot_mapping must be [num_slots], got [1, 4]", _outer),
+    (f"key {_FLOATS}, got float64", _to(torch.float64)),
+    (f"value {_FLOATS}, got int32", _to(torch.int32)),
+    (f"slot_mapping {_INDEX}, got float32", _to(torch.float32)),
+    (f"key {_CONTIGUOUS} [64, 32, 2]", _every_other),
+    (f"value {_CONTIGUOUS} [32, 16, 2]", _every_other),
+    ("value.size(0) must be 4 like key.size(0), got 3", _drop(0)),
+    ("key.size(1) must be 2 like key_cache.size(2), got 1", _drop(1)),
+    ("value.size(1) must be 2 like value_cache.size(2), got 1", _drop(1)),
+    ("key.size(2) must be 16 like key_cache.size(3), got 15", _drop(2)),
+    ("value.size(2) must be 8 like value_cache.size(3), got 7", _drop(2)),
+    ("slot_mapping.size(0) must be at most 4 (key.size(0)), got 5", lambda t: torch.cat([t, t[:1]])),
+]
+_QUERY: Bad = [
+    *_none("query"),
+    *_meta_like("key_cache", "query", "cu_seqlens_q"),
+    ("query must be [num_tokens, num_heads, head_size], got [4, 16]", _first),
+    (f"query {_FLOATS}, got float64", _to(torch.float64)),
+    (f"query {_CONTIGUOUS} [128, 32, 2]", _every_other),
+    ("query.size(2) must be 16 like key_cache.size(3), got 15", _drop(2)),
+    (
+        "key_cache.size(2) must be at least 1 (num_kv_heads), got 0",
+        {"key_cache": lambda t: t[:, :, :0], "value_cache": lambda t: t[:, :, :0]},
+    ),
+    (
+        "key_cache.size(3) must be at least 1 (head_size), got 0",
+        {"query": lambda t: t[..., :0], "key_cache": lambda t: t[..., :0]},
+    ),
+    ("query.size(1) must be a multiple of 2 (key_cache.size(2)), got 3", _drop(1)),
+    (
+        "query.size(0) must be 2 like seq_lens.size(0) when cu_seqlens_q is not given, got 4",
+        {"cu_seqlens_q": None},
+    ),
+    ("cu_seqlens_q must be [batch+1], got [1, 3]", _outer),
+    (f"cu_seqlens_q {_INDEX}, got uint8", _to(torch.uint8)),
+    ("cu_seqlens_q.size(0) must be 3 like seq_lens.size(0) + 1, got 2", _drop(0)),
+    ("window_left must be -1 (unlimited) or more, got -2", -2),
+    ("window_right must be -1 (unlimited) or more, got -5", -5),
+    ("scale must be finite, got nan", math.nan),
+    ("scale must be finite, got -inf", -math.inf),
+    (f"{_SOFTCAP}, got -1.0", -1.0),
+    (f"{_SOFTCAP}, got nan", math.nan),
+    (f"{_SOFTCAP}, got inf", math.inf),
+    ("num_splits must be 0 (automatic) or more, got -1", -1),
+    ("alibi_slopes must be [num_heads], got [1, 4]", _shape(1, 4)),
+    ("sinks must be [num_heads], got []", _shape()),
+    (f"alibi_slopes {_FLOATS}, got int32", _shape(4, dtype=torch.int32)),
+    (f"sinks {_FLOATS}, got float64", _shape(4, dtype=torch.float64)),
+    ("alibi_slopes must be on cpu like query, got meta", _shape(4).to("meta")),
+    ("sinks must be on cpu like query, got meta", _shape(4).to("meta")),
+    ("alibi_slopes.size(0) must be 4 like query.size(1), got 5", _shape(5)),
+    ("sinks.size(0) must be 4 like query.size(1), got 5", _shape(5)),
+    *_quantised("k_scale", "v_scale"),
+]
+_TABLE: Bad = [
+    *_none("block_table", "seq_lens"),
+    ("block_table must be [batch, max_blocks], got [3]", _first),
+    ("seq_lens must be [batch], got [1, 2]", _outer),
+    (f"block_table {_INDEX}, got int16", _to(torch.int16)),
+    (f"seq_lens {_INDEX}, got float32", _to(torch.float32)),
+    ("block_table.size(0) must be 2 like seq_lens.size(0), got 1", _drop(0)),
+]
+_ATTENTION: Bad = [*_CACHES, *_QUERY, *_TABLE, *_meta_like("key_cache", "block_table", "seq_lens")]
+_MAPPING: Bad = [
+    *_none("block_mapping"),
+    ("block_mapping must be [num_pairs, 2], got [2]", _first),
+    ("block_mapping must be [num_pairs, 2], got [2, 3]", _shape(2, 3, dtype=torch.int64)),
+    (f"block_mapping {_INDEX}, got float32", _to(torch.float32)),
+]
+
+SHAPES: dict[str, Bad] = {
+    "write_kv": [*_CACHES, *_NEW_TOKENS, *_quantised("k_scale", "v_scale", "k_scale_cache", "v_scale_cache")],
+    "paged_attention": _ATTENTION,
+    "paged_attention_with_lse": _ATTENTION,
+    "paged_attention_append": [
+        *_ATTENTION,
+        *_NEW_TOKENS,
+        (
+            "key.size(0) must be 4 like query.size(0), got 3",
+            {"key": _drop(0), "value": _drop(0), "slot_mapping": _drop(0)},
+        ),
+        *_quantised("k_scale_cache", "v_scale_cache"),
+    ],
+    "merge_states": [
+        *_none("out_a", "lse_a", "out_b", "lse_b"),
+        *_meta_like("out_a", "out_b", "lse_a", "lse_b"),
+        ("out_a must be [num_tokens, num_heads, v_head_size], got [4, 8]", _first),
+        ("out_b must be [num_tokens, num_heads, v_head_size], got [4, 8]", _first),
+        ("lse_a must be [num_tokens, num_heads], got [1, 3, 4]", _outer),
+        ("lse_b must be [num_tokens, num_heads], got [4]", _first),
+        (f"out_a {_FLOATS}, got float64", _to(torch.float64)),
+        ("out_b must be float32 like out_a, got float16", _to(torch.float16)),
+        ("lse_a must be float32, got float16", _to(torch.float16)),
+        ("lse_b must be float32, got float64", _to(torch.float64)),
+        ("out_b.size(0) must be 3 like out_a.size(0), got 2", _drop(0)),
+        ("lse_a.size(0) must be 3 like out_a.size(0), got 2", _drop(0)),
+        ("lse_b.size(0) must be 3 like out_a.size(0), got 2", _drop(0)),
+        ("out_b.size(1) must be 4 like out_a.size(1), got 3", _drop(1)),
+        ("lse_a.size(1) must be 4 like out_a.size(1), got 3", _drop(1)),
+        ("lse_b.size(1) must be 4 like out_a.size(1), got 3", _drop(1)),
+        ("out_b.size(2) must be 8 like out_a.size(2), got 7", _drop(2)),
+        (f"out_a {_CONTIGUOUS} [64, 16, 2]", _every_other),
+        (f"out_b {_CONTIGUOUS} [64, 16, 2]", _every_other),
+    ],
+    "copy_blocks": [
+        *_MAPPING,
+        ("caches must hold at least one tensor, got an empty list", []),
+        ("caches[2] must have blocks as its first dimension, got a scalar", lambda t: [*t, torch.tensor(1.0)]),
+        ("caches[1] must be on cpu like block_mapping, got meta", lambda t: [t[0], _meta(t[1])]),
+    ],
+    "swap_blocks": [
+        *_MAPPING,
+        *_none("src", "dst"),
+        ("block_mapping must be on cpu, got meta", _meta),
+        ("src must have blocks as its first dimension, got a scalar", torch.tensor(1.0)),
+        ("dst must have 4 dimensions like src, got 3", _first),
+        ("dst must be float32 like src, got float16", _to(torch.float16)),
+        ("dst.size(1) must be 4 like src.size(1), got 3", _drop(1)),
+        ("dst.size(2) must be 2 like src.size(2), got 1", _drop(2)),
+        ("dst.size(3) must be 16 like src.size(3), got 15", _drop(3)),
+    ],
+    "gather_kv": [
+        *_TABLE,
+        *_none("cache"),
+        *_meta_like("cache", "block_table", "seq_lens"),
+        ("cache must be [num_blocks, block_size, num_kv_heads, head_size], got [4, 2, 16]", _first),
+        (f"cache {_CACHE_FLOATS}, got int8", _to(torch.int8)),
+        (f"cache {_CONTIGUOUS} [256, 64, 32, 2]", _every_other),
+        ("cache.size(1) must be in 1..2147483647 (block_size), got 0", lambda t: t[:, :0]),
+        ("max_len must be in 0..281474976710656, got -1", -1),
+        ("max_len must be in 0..281474976710656, got 4611686018427387904", 2**62),
+    ],
 }
-_EMPTY_POOL: dict[str, Changes] = {"block id without blocks": {"key_cache": _no_blocks, "value_cache": _no_blocks}}
 
-VALUES: dict[str, dict[str, Changes]] = {
+_ZEROS, _COLUMNS = torch.zeros(6, 4, 2, 16), torch.zeros(5, 4, 2, 23)
+_LENGTHS: Bad = [
+    ("seq_lens[1] must be in 0..12 (block_table.size(1) * block_size), got -1", _set([1], -1)),
+    ("seq_lens[0] must be in 0..12 (block_table.size(1) * block_size), got 13", _set([0], 13)),
+]
+_IDS: Bad = [
+    ("block_table[0, 1] must be in 0..4 (num_blocks - 1), got 5", _set([0, 1], 5)),
+    ("block_table[1, 0] must be in 0..4 (num_blocks - 1), got -1", _set([1, 0], -1)),
+    ("block_table[0, 0] must be in 0..4 (num_blocks - 1), got 8589934592", _set([0, 0], 2**33)),
+]
+_BOUNDS: Bad = [
+    ("cu_seqlens_q[0] must be 0, got 1", _set([0], 1)),
+    ("cu_seqlens_q[0] must be 0, got -1", _set([0], -1)),
+    ("cu_seqlens_q[2] must be at least cu_seqlens_q[1] = 9, got 4", _set([1], 9)),
+    ("cu_seqlens_q[2] must be at most 4 (query.size(0)), got 5", _set([2], 5)),
+]
+_EMPTY_POOL: Bad = [
+    (
+        "block_table[0, 0] must be absent (there are no blocks), got 2",
+        {"key_cache": _no_blocks, "value_cache": _no_blocks},
+    )
+]
+_SLOTS: Bad = [
+    ("slot_mapping[2] must be below 20 (num_blocks * block_size), got 20", _set([2], 20)),
+    ("slot_mapping[0] must be below 20 (num_blocks * block_size), got 1099511627776", _set([0], 2**40)),
+    (_SHARED, _both(_ZEROS[:5], _ZEROS[:5])),
+    (_SHARED, _both(_ZEROS[:5], _ZEROS[1:])),  # by one block
+    (_SHARED, _both(_COLUMNS[..., :16], _COLUMNS[..., 15:])),  # by one element of the head
+    (f"key_cache {_OWN_PLACE} [0, 32, 16, 1]", _expanded(0)),
+    (f"value_cache {_OWN_PLACE} [32, 8, 0, 1]", _expanded(2)),
+    (f"key_cache {_OWN_PLACE} [96, 32, 16, 1]", _overlapping_rows),
+]
+
+
+def _pairs(last_destination: int) -> Bad:
+    return [
+        ("block_mapping[1, 0] must be in 0..4, got 5", _set([1, 0], 5)),
+        ("block_mapping[1, 0] must be in 0..4, got 1099511627776", _set([1, 0], 2**40)),
+        ("block_mapping[1, 0] must be in 0..4, got -1", _set([1, 0], -1)),
+        (f"block_mapping[1, 1] must be in 0..{last_destination}, got 2147483647", _set([1, 1], OUT_OF_RANGE)),
+        (f"block_mapping[0, 1] must be in 0..{last_destination}, got -3", _set([0, 1], -3)),
+        ("block_mapping[1, 1] must name each destination block once, got 1", _set([1, 1], 1)),
+    ]
+
+
+VALUES: dict[str, Bad] = {
     "write_kv": _SLOTS,
-    "paged_attention": {**_LENGTHS, **_IDS, **_BOUNDS, **_EMPTY_POOL},
-    "paged_attention_with_lse": {**_LENGTHS, **_IDS, **_BOUNDS, **_EMPTY_POOL},
-    "paged_attention_append": {**_SLOTS, **_LENGTHS, **_IDS, **_BOUNDS},
-    "merge_states": {},
-    "copy_blocks": {**_PAIRS, "expanded": {"caches": lambda t: [t[0], _expanded(1)(t[1])]}},
-    "swap_blocks": {
-        **_PAIRS,
-        "dst expanded": {"dst": _expanded(0)},
-        "source without blocks": {"src": _no_blocks},
-        "destination without blocks": {"dst": _no_blocks},
-    },
-    "gather_kv": {**_LENGTHS, **_IDS},
+    "paged_attention": [*_LENGTHS, *_IDS, *_BOUNDS, *_EMPTY_POOL],
+    "paged_attention_with_lse": [*_LENGTHS, *_IDS, *_BOUNDS, *_EMPTY_POOL],
+    "paged_attention_append": [*_SLOTS, *_LENGTHS, *_IDS, *_BOUNDS],
+    "merge_states": [],
+    "copy_blocks": [*_pairs(4), (f"caches[1] {_OWN_PLACE} [16, 0, 8, 1]", lambda t: [t[0], _expanded(1)(t[1])])],
+    "swap_blocks": [
+        *_pairs(2),
+        (f"dst {_OWN_PLACE} [0, 32, 16, 1]", _expanded(0)),
+        ("block_mapping[0, 0] must be absent (there are no blocks), got 0", {"src": _no_blocks}),
+        ("block_mapping[0, 1] must be absent (there are no blocks), got 1", {"dst": _no_blocks}),
+    ],
+    "gather_kv": [*_LENGTHS, *_IDS],
 }
