@@ -37,6 +37,20 @@ TensorView::TensorView(const Tensor& t) : tensor(&t) {
   strides = stride_pointer;
 }
 
+// torch counts the copy of a tensor onto itself, which moves nothing, like any in-place op. It refuses it to a tensor
+// made under inference_mode, which has no version, only outside of that mode and when the guard did not run: when all
+// tensors of the call were made so. The question costs 0.2 us.
+bool count_write(const TensorView& written, bool counted) {
+  AtenTensorHandle handle = written.tensor->get();
+  if (!counted) {
+    StableIValue stack[] = {torch::stable::detail::from(*written.tensor)};
+    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::is_inference", "", stack, TORCH_ABI_VERSION));
+    if (torch::stable::detail::to<bool>(stack[0])) return false;
+  }
+  TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(handle, handle, 0));
+  return true;
+}
+
 bool TensorView::empty() const { return std::find(sizes, sizes + dim, 0) != sizes + dim; }
 
 int64_t TensorView::bytes() const {

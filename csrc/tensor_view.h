@@ -42,6 +42,10 @@ struct TensorView {
   void read_indices(int64_t* out, int64_t begin, int64_t end, int64_t row = 0) const;
 };
 
+// Counts writes in the versions of some tensors, in their order, where the autograd guard did not run: under
+// inference_mode. `counted` tells whether one of those before has a version.
+bool count_write(const TensorView& written, bool counted = false);
+
 std::string dtype_name(int32_t dtype);
 std::string device_name(const Tensor& tensor);
 bool is_cpu(const Tensor& tensor);

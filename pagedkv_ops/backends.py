@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import reference
-from .registration import is_first_import
+from .registration import is_first_import, written
 from .schema import NAMESPACE, SCHEMAS
 
 _namespace = getattr(torch.ops, NAMESPACE)
@@ -74,7 +74,10 @@ def _launcher(name: str) -> Callable[..., Any]:
 
 
 def _cuda_op(name: str, *args: Any, **kwargs: Any) -> Any:
-    return _launcher(name)(*args, **kwargs)
+    launcher = _launcher(name)
+    if torch.is_inference_mode_enabled():  # the autograd guard, which counts otherwise, did not run
+        torch._C._increment_version(written(name)(args, kwargs))
+    return launcher(*args, **kwargs)
 
 
 def _attach_cuda() -> None:

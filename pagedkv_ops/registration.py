@@ -6,6 +6,7 @@ The library object lives on ``torch.ops.pagedkv``: dropping it would remove the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -52,15 +53,16 @@ def _has_tangent(tensors: Any) -> bool:
     return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)  # type: ignore[no-untyped-call]
 
 
-def _written(overload: Any) -> Callable[..., list[torch.Tensor]]:
+@functools.cache
+def written(name: str) -> Callable[..., list[torch.Tensor]]:
     """A function of the op's arguments that lists the tensors its schema declares as written."""
-    arguments = overload._schema.arguments
+    arguments = op(name)._schema.arguments
     writes = [argument for argument in arguments if argument.is_write]
     indices = [i for i, argument in enumerate(arguments) if argument.is_write and not argument.kwarg_only]
     names = [argument.name for argument in writes if argument.kwarg_only]
     plain = all(str(argument.type) == "Tensor" for argument in writes if not argument.kwarg_only)
 
-    def written(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    def tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
         values = [args[i] for i in indices if args[i] is not None]  # the op refuses None
         if not plain:
             values = list(_tensors(values))
@@ -68,17 +70,17 @@ def _written(overload: Any) -> Callable[..., list[torch.Tensor]]:
             values += _tensors(kwargs.get(name) for name in names)
         return values
 
-    return written
+    return tensors
 
 
 def _autograd_guard(name: str) -> Callable[..., Any]:
     """Refuse inputs that require grad or carry a tangent, and count writes in the tensors' versions.
 
     A backward that saved what was overwritten then fails instead of using it. This costs 3 us under no_grad and nothing
-    under inference_mode, where versions stay: a kernel on ADInplaceOrView counts there too, for 5 us per write.
+    under inference_mode, where it does not run and the kernels count: a Python kernel on ADInplaceOrView takes 5 us.
     """
     overload = op(name)
-    written = _written(overload)
+    written_tensors = written(name)
     is_mutable = overload._schema.is_mutable
 
     def guard(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +92,7 @@ def _autograd_guard(name: str) -> Callable[..., Any]:
                     "call it under torch.no_grad() or torch.inference_mode(), or detach the input"
                 )
         if is_mutable:
-            torch._C._increment_version(written(args, kwargs))
+            torch._C._increment_version(written_tensors(args, kwargs))
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
 

@@ -111,6 +111,8 @@ void copy_blocks(const std::vector<Tensor>& caches, const Tensor& block_mapping)
   int64_t fewest = views[0].size(0);
   for (const TensorView& view : views) fewest = min_of(fewest, view.size(0));
   const auto pairs = read_block_mapping("copy_blocks", TensorView(block_mapping), fewest, fewest);
+  bool counted = false;
+  for (const TensorView& view : views) counted = count_write(view, counted);
   if (pairs.empty()) return;
   List<BlockCopy> copies;
   copies.reserve(views.size());
@@ -128,6 +130,7 @@ void swap_blocks(const Tensor& src, const Tensor& dst, const Tensor& block_mappi
   check_swap_blocks(from, to, block_mapping);
   check_places("swap_blocks", "dst", to);
   const auto pairs = read_block_mapping("swap_blocks", TensorView(block_mapping), from.size(0), to.size(0));
+  count_write(to);
   if (pairs.empty() || to.empty()) return;
   copy_pairs({BlockCopy(from, to)}, pairs, from.touches(to) ? Order::kReadFirst : Order::kAny);
 }

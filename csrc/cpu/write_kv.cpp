@@ -23,6 +23,7 @@ const int64_t* slots_of(const char* op, const NewTokens& tokens, const CacheView
 }
 
 void write_checked(NewTokens tokens, const int64_t* slots, const CacheViews& caches) {
+  count_write(caches.value, count_write(caches.key));
   ReadFirst key, value;
   for (const TensorView& cache : {caches.key, caches.value}) {
     key.apply(tokens.key, cache);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -42,10 +44,11 @@ def versions(op, call):
     return written, [tensor._version for name, _, tensor in tensors_of(call) if name not in writes]
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("op", SCHEMAS)
-def test_versions_of_written_arguments_grow_and_no_others(op, run):
+def test_versions_of_written_arguments_grow_and_no_others(op, mode, run):
     call = good_call(op)
-    with torch.no_grad():
+    with mode():
         before, others = versions(op, call)
         assert bool(before) == (op in MUTABLE)
         run(lambda **kwargs: getattr(pagedkv_ops, op)(**kwargs), **call)
@@ -54,16 +57,35 @@ def test_versions_of_written_arguments_grow_and_no_others(op, run):
     assert others_after == others
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("op", MUTABLE)
-def test_backward_of_a_product_that_saved_a_written_tensor_fails(op, run):
-    """y = (cache * w).sum(), then a write under no_grad, then y.backward(): torch's own error, no wrong gradient."""
+def test_versions_grow_before_a_cuda_launch(op, mode, monkeypatch):
+    """The launchers are Python: under inference_mode they have no guard above them."""
+    call = good_call(op)
+    backends = sys.modules["pagedkv_ops.backends"]  # the package's function of this name hides the module
+    monkeypatch.setattr(backends, "_launcher", lambda name: lambda *args, **kwargs: None)
+    schema = getattr(torch.ops.pagedkv, op).default._schema
+    options = dict(call)
+    args = [options.pop(a.name) for a in schema.arguments if not a.kwarg_only and a.name in options]
+    with mode():
+        before, others = versions(op, call)
+        backends._cuda_op(op, *args, **options)
+        after, others_after = versions(op, call)
+    assert [now - then for now, then in zip(after, before, strict=True)] == [mode is torch.inference_mode] * len(before)
+    assert others_after == others
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("op", MUTABLE)
+def test_backward_of_a_product_that_saved_a_written_tensor_fails(op, mode, run):
+    """y = (cache * w).sum(), then a write, then y.backward(): torch's own error, no wrong gradient."""
     call = good_call(op)
     writes = {a.name for a in getattr(torch.ops.pagedkv, op).default._schema.arguments if a.is_write}
     for name, _, tensor in list(tensors_of(call)):
         if name in writes:
             weight = torch.ones_like(tensor, requires_grad=True)
             y = (tensor * weight).sum()
-            with torch.no_grad():
+            with mode():
                 run(lambda **kwargs: getattr(pagedkv_ops, op)(**kwargs), **call)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 y.backward()
@@ -71,7 +93,7 @@ def test_backward_of_a_product_that_saved_a_written_tensor_fails(op, run):
 
 @pytest.mark.parametrize("op", SCHEMAS)
 def test_inference_mode_calls_no_python(op):
-    """It skips Autograd, but a kernel on ADInplaceOrView would run there, and cost a write 5 us."""
+    """It skips Autograd, but a Python kernel on ADInplaceOrView would run there, and cost a write 5 us."""
     assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"pagedkv::{op}", "ADInplaceOrView")
 
 
