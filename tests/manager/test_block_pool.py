@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from array import array
 
 import pytest
 
@@ -102,14 +103,42 @@ def test_freed_twins_are_reused_first(count):
     assert pool.free_ids() == [*second, *first, *other[::-1]]  # the third is still in use
     pool.free_blocks(third[::-1])
     assert pool.free_ids() == [*third, *second, *other[::-1], *first[::-1]]
-    # the one that stays is used once more: it is the first to go now, another stays
-    pool.touch(first)
-    pool.free_blocks(first[::-1])
-    assert pool.free_ids() == [*first, *third, *other[::-1], *second[::-1]]
+    pool.touch([*first, *other])
+    pool.free_blocks([*first[::-1], *other[::-1]])
+    assert pool.free_ids() == [*third, *second, *first[::-1], *other[::-1]]
     pool.check_integrity()
-    pool.evict([*second, *third])
-    assert pool.free_ids() == [*third[::-1], *second[::-1], *other[::-1], *first]
+    pool.evict([*first, *third])  # another stays
+    assert pool.free_ids() == [*third[::-1], *first[::-1], *other[::-1], *second]
     pool.check_integrity()
+    pool.touch([*second, *first])
+    assert pool.get_new_blocks(2 * count) == [*third[::-1], *other[::-1]]
+    pool.free_blocks(second[::-1])
+    assert pool.free_ids() == second[::-1]
+
+
+def test_tables_given_back_in_bulk():
+    """As block by block, from the last one on: twins that are free, in use or in the table, shared and plain blocks."""
+    rng = random.Random(0)
+    pool = BlockPool(400)
+    for _ in range(300):
+        tables, names = [], rng.sample(range(60), 40)
+        for _ in range(rng.randint(1, 4)):
+            table = pool.get_new_blocks(rng.randint(12, 40))
+            for block, name in zip(table, names, strict=False):
+                if rng.random() < 0.8:
+                    pool.publish(block, b"%d" % name)
+            cached = {pool.cached_block(b"%d" % name) for name in range(60) if name not in names} - {None}
+            hits = sorted(cached - {block for other in tables for block in other})[: rng.randint(0, 12)]
+            pool.acquire(array("q", hits))
+            tables.append([*hits, *table])
+        for table in rng.sample(tables, len(tables)):
+            single = copy.deepcopy(pool)
+            for block in reversed(table):
+                single.release_one(block)
+            pool.release(array("q", table))
+            pool.check_integrity()
+            assert pool.free_ids() == single.free_ids()
+            assert (pool.refs, pool.flags) == (single.refs, single.flags)
 
 
 def test_equal_hashes_of_other_contents_are_no_twins():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import random
 import sys
 import tracemalloc
@@ -182,6 +183,20 @@ def test_block_ids_are_read_when_asked_for():
     assert (list(columns), blocks) == ([0, 1, 2], third.block_ids)
     manager.free("a")
     assert third.block_ids == []
+
+
+def test_what_was_published_meanwhile_is_not_hashed_again():
+    hashed = []
+    manager = KVCacheManager(40, 4, hash_fn=lambda data: hashed.append(data) or hashlib.sha256(data).digest())
+    for name in "ab":
+        manager.add(name, range(40))
+        manager.allocate_slots(name)
+    manager.commit("a", 40)
+    del hashed[:]
+    manager.commit("b", 40)
+    assert not hashed
+    assert manager.sequences["a"].tip is manager.sequences["b"].tip
+    manager.check_integrity()
 
 
 def test_repeated_answers_leave_an_unrelated_prefix():

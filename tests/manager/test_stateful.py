@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedkv.manager import allocation, blocks, state
+from pagedkv.manager import allocation, blocks
 from tests.manager.naive import KEYS, SETTINGS, Harness
 
 MAX_SEQUENCES, MAX_TOKENS = 6, 30
@@ -82,9 +82,10 @@ def test_against_the_naive_model(name: str, rng: random.Random):
 @pytest.mark.parametrize("with_numpy", [True, False])
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_random_operations(name: str, with_numpy: bool, monkeypatch: pytest.MonkeyPatch):
-    """Also with the loops that do without numpy what it does at once."""
+    """By numpy at once, short tables too, and by the loops that do without it."""
+    monkeypatch.setattr(blocks, "_BULK", 1)
     if not with_numpy:
-        for module in (allocation, blocks, state):
+        for module in (allocation, blocks):
             monkeypatch.setattr(module, "numpy", lambda: None)
     side: Any = Harness(SETTINGS[name])
     rng, counter = random.Random(name), [0]

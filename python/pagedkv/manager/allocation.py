@@ -277,12 +277,12 @@ def _make_writable(state: State, seq: SequenceState, number: int, plan: GroupPla
     seq.attached = lowered(seq.attached, number, plan.written)
     state.moves.copy(source, fresh[0])
     seq.awaited.append((number, plan.written))
-    state.drop([source])
+    state.drop(array("q", (source,)))
     return 1
 
 
 def _release_windows(state: State, seq: SequenceState, released: tuple[int, ...]) -> None:
-    dropped = []
+    dropped = array("q")
     for number, table in enumerate(seq.tables):
         for index in range(seq.released[number], released[number]):
             dropped.append(table[index])
@@ -311,11 +311,11 @@ def _slots(table: array[int], block_size: int, start: int, stop: int) -> list[in
     if stop - start <= 2:
         return [table[at // block_size] * block_size + at % block_size for at in range(start, stop)]
     first, last = start // block_size, -(-stop // block_size)
+    asked = slice(start - first * block_size, stop - first * block_size)
     if np := numpy():
-        slots: list[int] = (np.array(table[first:last])[:, None] * block_size + np.arange(block_size)).ravel().tolist()
-    else:
-        slots = [slot for block in table[first:last] for slot in range(block * block_size, (block + 1) * block_size)]
-    return slots[start - first * block_size : stop - first * block_size]
+        slots = np.array(table[first:last])[:, None] * block_size + np.arange(block_size)
+        return slots.ravel()[asked].tolist()  # type: ignore[no-any-return]
+    return [slot for block in table[first:last] for slot in range(block * block_size, (block + 1) * block_size)][asked]
 
 
 def _leading(blocks: Sequence[int], value: int) -> int:

@@ -17,7 +17,7 @@ from pagedkv.errors import IntegrityError, OutOfBlocksError, integer
 NULL_BLOCK = 0
 MAX_BLOCKS = 2**31  # block tables hold 32-bit ids
 # Flags of a block, so that one gather tells whether a table can be given back in bulk.
-HASHED, SHARED, TWIN, PINNED = 1, 2, 4, 8
+HASHED, TWIN, SHARED, PINNED = 1, 2, 4, 8
 # Below this many ids a Python loop is faster than the fixed cost of numpy calls.
 _BULK = 12
 
@@ -37,8 +37,8 @@ class Blocks:
 
     A block is free exactly when its reference count is 0 and nothing pins it; it keeps its hash, and can be hit, until
     it is handed out again. The free queue is a doubly linked list with its ends at entry 0: blocks without a hash join
-    it at the front, blocks with one at the back. Of blocks with equal hashes and contents (twins) the back keeps one: a
-    freed one joins the front, and another that is free counts as just used. Fresh blocks come as 1, 2, 3, ...
+    it at the front, blocks with one at the back. Of blocks with equal hashes and contents (twins) the back keeps one,
+    the first that was published, and none while another is in use. Fresh blocks come as 1, 2, 3, ...
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -51,21 +51,24 @@ class Blocks:
         self.refs = array("q", bytes(8 * n))
         self.flags = bytearray(n)
         self.pins: dict[int, int] = {}
-        self.twins: dict[int, list[int]] = {}  # one list for all of a kind; its first one is to stay
+        # of twins: the one to keep, which stands for them all; and how many of those it stands for are in use
+        self._kept, self._num_used = array("q", bytes(8 * n)), array("q", bytes(8 * n))
         self._next = array("q", [*range(1, n), 0])
         self._prev = array("q", [n - 1, *range(n - 1)])
         self.num_free = n - 1
         self._view()
 
     def _view(self) -> None:
-        if np := numpy():
-            self._refs_np, self._flags_np, self._next_np, self._prev_np = (
-                np.frombuffer(data, np.uint8 if data is self.flags else np.int64)
-                for data in (self.refs, self.flags, self._next, self._prev)
+        self.np = np = numpy()
+        if np:
+            self._flags_np = np.frombuffer(self.flags, np.uint8)
+            self._refs_np, self._next_np, self._prev_np, self._kept_np, self._num_used_np = (
+                np.frombuffer(data, np.int64)
+                for data in (self.refs, self._next, self._prev, self._kept, self._num_used)
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if not name.endswith("_np")}
+        return {name: value for name, value in self.__dict__.items() if not name.endswith("np")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -88,25 +91,33 @@ class Blocks:
         self._next[before] = self._prev[after] = block
         self.num_free += 1
 
+    def _insert_all(self, blocks: Any, *, at_front: bool) -> None:
+        """Insert an array of numpy at one end of the queue, its first block outermost."""
+        inward, outward, inward_np, outward_np = self._next, self._prev, self._next_np, self._prev_np
+        if not at_front:
+            inward, outward, inward_np, outward_np = outward, inward, outward_np, inward_np
+        first, last, neighbour = int(blocks[0]), int(blocks[-1]), inward[0]
+        inward_np[blocks[:-1]] = blocks[1:]
+        outward_np[blocks[1:]] = blocks[:-1]
+        inward[0], outward[first] = first, 0
+        inward[last], outward[neighbour] = neighbour, last
+        self.num_free += len(blocks)
+
     def _link(self, block: int) -> None:
         """Put a free block where its hash says: at the back with one, at the front without or if a twin stays."""
         flags = self.flags[block]
         if flags & TWIN:
-            self._keep_twin(block)
-        if flags == HASHED:
+            kept = self._kept[block]
+            if not self._num_used[kept] and self.is_free(kept):
+                if kept != block:
+                    self._unlink(kept)
+                self._insert(kept, self._prev[0], 0)
+                if kept == block:
+                    return
+        elif flags & HASHED:
             self._insert(block, self._prev[0], 0)
-        else:
-            self._insert(block, 0, self._next[0])
-
-    def _keep_twin(self, block: int) -> None:
-        twins = self.twins[block]
-        if twins[-1] != block:
-            twins.remove(block)
-            twins.append(block)
-        kept = twins[0]
-        if self.is_free(kept):
-            self._unlink(kept)
-            self._insert(kept, self._prev[0], 0)
+            return
+        self._insert(block, 0, self._next[0])
 
     def is_free(self, block: int) -> bool:
         return self.refs[block] == 0 and block not in self.pins
@@ -143,8 +154,8 @@ class Blocks:
     def acquire(self, block_ids: Sequence[int] | array[int]) -> None:
         """A reference more for each block, free ones included; null blocks and the negative ids of blocks to come are
         skipped. An array must name distinct blocks."""
-        if isinstance(block_ids, array) and len(block_ids) >= _BULK and (np := numpy()):
-            blocks = np.array(block_ids)
+        if isinstance(block_ids, array) and len(block_ids) >= _BULK and self.np:
+            blocks = self.np.array(block_ids)
             blocks = blocks[blocks > 0]
             counts = self._refs_np[blocks]
             if counts.all():
@@ -155,67 +166,86 @@ class Blocks:
         for block in block_ids:
             if block > 0:
                 count = refs[block]
+                refs[block] = count + 1
                 if count:
                     flags[block] |= SHARED
-                elif not flags[block] & PINNED:
+                    continue
+                if flags[block] & TWIN:
+                    self._num_used[self._kept[block]] += 1
+                if not flags[block] & PINNED:
                     self._unlink(block)
-                refs[block] = count + 1
 
     def release_one(self, block: int) -> None:
         left = self.refs[block] - 1
         self.refs[block] = left
         if left == 1:
             self.flags[block] &= ~SHARED
-        elif left == 0 and not self.flags[block] & PINNED:
-            self._link(block)
+        elif left == 0:
+            flags = self.flags[block]
+            if flags & TWIN:
+                self._num_used[self._kept[block]] -= 1
+            if not flags & PINNED:
+                self._link(block)
 
     def release(self, block_ids: Any) -> None:
-        """A reference less for each of these distinct non-null blocks, the last of which is reused first.
+        """A reference less for each of these distinct non-null blocks, no two of them twins; the last is reused first.
 
-        block_ids: a list, or an array of numpy.
+        block_ids: an array, of numpy too.
         """
-        if len(block_ids) < _BULK or self.pins or not (np := numpy()):
-            for block in reversed(block_ids if isinstance(block_ids, list) else block_ids.tolist()):
+        np = self.np
+        if len(block_ids) < _BULK or self.pins or not np:
+            for block in reversed(block_ids.tolist()):
                 self.release_one(block)
             return
-        blocks = np.asarray(block_ids)
+        blocks = np.frombuffer(block_ids, np.int64)
         flags = self._flags_np[blocks]
         values = flags.tobytes()
-        num_hashed = values.count(HASHED)
-        if num_hashed + values.count(0) < len(blocks):
-            for block in blocks[flags >= TWIN][::-1].tolist():
-                self.release_one(block)
-            shared = blocks[(flags >= SHARED) & (flags < TWIN)]
-            counts = self._refs_np[shared] - 1
-            self._refs_np[shared] = counts
-            self._flags_np[shared[counts == 1]] &= HASHED
-            blocks, flags = blocks[flags < SHARED], flags[flags < SHARED]
-        self._release_sole(blocks, flags, num_hashed)
-
-    def _release_sole(self, blocks: Any, flags: Any, num_hashed: int) -> None:
-        """Blocks of one owner that nothing pins, in bulk."""
+        num_hashed, num_plain = values.count(HASHED), values.count(0)
+        if num_hashed + num_plain < len(blocks):
+            is_sole = flags < SHARED
+            self._release_shared(blocks[flags >= SHARED])
+            blocks, flags = blocks[is_sole], flags[is_sole]
+            values = flags.tobytes()
         self._refs_np[blocks] = 0
-        if num_hashed < len(blocks):
-            if flags[:num_hashed].all():  # as in a table whose last blocks are not full
-                front, blocks = blocks[num_hashed:], blocks[:num_hashed]
-            else:
-                front, blocks = blocks[flags == 0], blocks[flags == HASHED]
-            for block in reversed(front.tolist()):
-                self._link(block)
-        if num_hashed == 0:
+        if num_hashed == len(blocks):
+            if num_hashed:
+                self._insert_all(blocks, at_front=False)
             return
-        # from the last to the first: the tail of the sequence is reused first
-        first, last, before = int(blocks[-1]), int(blocks[0]), self._prev[0]
-        self._next_np[blocks[1:]] = blocks[:-1]
-        self._prev_np[blocks[:-1]] = blocks[1:]
-        self._next[before], self._prev[first] = first, before
-        self._next[last], self._prev[0] = 0, last
-        self.num_free += num_hashed
+        if num_hashed + num_plain < len(blocks):
+            back, front = self._part_twins(blocks, flags)
+        elif values.count(HASHED, 0, num_hashed) == num_hashed:  # as in a table whose last blocks are not full
+            back, front = blocks[:num_hashed], blocks[num_hashed:]
+        else:
+            back, front = blocks[flags > 0], blocks[flags == 0]
+        if len(front) < _BULK:
+            for block in reversed(front.tolist()):
+                self._insert(block, 0, self._next[0])
+        else:
+            self._insert_all(front, at_front=True)
+        if len(back):
+            self._insert_all(back, at_front=False)
+
+    def _release_shared(self, blocks: Any) -> None:
+        counts = self._refs_np[blocks] - 1
+        self._refs_np[blocks] = counts
+        self._flags_np[blocks[counts == 1]] &= HASHED | TWIN
+
+    def _part_twins(self, blocks: Any, flags: Any) -> tuple[Any, Any]:
+        """As `_link`: of blocks that have just lost their last reference, those for the back and for the front."""
+        stays = blocks * (flags > 0)
+        is_twin = flags >= TWIN
+        kept = self._kept_np[blocks[is_twin]]
+        num_used = self._num_used_np[kept] - 1
+        self._num_used_np[kept] = num_used
+        stays[is_twin] = kept * (num_used == 0)
+        for block in stays[(stays > 0) & (stays != blocks)].tolist():
+            self._unlink(block)
+        return stays[stays > 0], blocks[stays != blocks]
 
     def num_taken_from_free(self, block_ids: array[int]) -> int:
         """How many blocks of a table `acquire` would take out of the free queue."""
-        if np := numpy():
-            blocks = np.array(block_ids)
+        if self.np:
+            blocks = self.np.array(block_ids)
             return int(((self._refs_np[blocks] == 0) & (self._flags_np[blocks] < PINNED) & (blocks > 0)).sum())
         refs, flags = self.refs, self.flags
         return sum(block > 0 and refs[block] == 0 and flags[block] < PINNED for block in block_ids)
@@ -244,22 +274,32 @@ class Blocks:
         return bool(self.flags[block] & HASHED)
 
     def join_twins(self, block: int, other: int) -> None:
-        """`block` carries what `other` and its twins carry."""
-        twins = self.twins.setdefault(other, [other])
-        twins.append(block)
-        self.twins[block] = twins
+        """`block`, which is in use, carries what `other` carries."""
+        if not self.flags[other] & TWIN:
+            self.flags[other] |= TWIN
+            self._kept[other] = other
+            self._num_used[other] = self.refs[other] > 0
         self.flags[block] |= TWIN
-        self.flags[other] |= TWIN
+        kept = self._kept[block] = self._kept[other]
+        self._num_used[kept] += 1
 
-    def forget_hash(self, block: int) -> None:
-        self.flags[block] &= ~HASHED
-        if self.flags[block] & TWIN:
-            twins = self.twins.pop(block)
-            twins.remove(block)
-            self.flags[block] &= ~TWIN
-            if len(twins) == 1:
-                del self.twins[twins[0]]
-                self.flags[twins[0]] &= ~TWIN
+    def forget_hash(self, block: int, others: Sequence[int] = (), *, reused: bool = False) -> None:
+        """others: the blocks that carry the hash still. reused: it was free until now."""
+        flags = self.flags[block]
+        self.flags[block] = flags & ~(HASHED | TWIN)
+        if not flags & TWIN:
+            return
+        kept = self._kept[block]
+        was_used = self.refs[block] > 0 and not reused
+        self._num_used[kept] -= was_used
+        if kept == block:
+            twins = [other for other in others if self._kept[other] == block and self.flags[other] & TWIN]
+            for other in twins:
+                self._kept[other] = kept = twins[0]
+            self._num_used[kept] = self._num_used[block]
+            self.requeue(kept)
+        elif was_used and not self._num_used[kept]:
+            self.requeue(kept)
 
     # Checks.
 
@@ -284,10 +324,14 @@ class Blocks:
         require(all(count > 0 for count in self.pins.values()), "a pin count is not positive")
         shared = all(bool(self.flags[block] & SHARED) == (self.refs[block] > 1) for block in blocks)
         require(shared, "shared flags and counts disagree")
-        for flag, held in ((PINNED, self.pins), (TWIN, self.twins)):
-            flagged = [block for block in blocks if self.flags[block] & flag]
-            require(sorted(held) == flagged, "flags of pins or twins disagree")
-        require(all(len(t) > 1 and t.count(b) == 1 for b, t in self.twins.items()), "twins lose a block")
+        require(sorted(self.pins) == [block for block in blocks if self.flags[block] & PINNED], "pin flags disagree")
+
+    def check_twins(self, twins: list[int]) -> None:
+        """Raise IntegrityError unless these blocks, all that hold the same, are known as twins."""
+        kept = {self._kept[block] if self.flags[block] & TWIN else 0 for block in twins}
+        require(kept == {twins[0]} or (kept == {0} and len(twins) == 1), "twins and contents disagree")
+        num_used = sum(self.refs[block] > 0 for block in twins)
+        require(kept == {0} or self._num_used[twins[0]] == num_used, "used twins are counted wrongly")
 
 
 def require(condition: bool, message: str) -> None:

@@ -38,8 +38,10 @@ def check_arrived(state: State, seq: SequenceState) -> None:
 
 def new_links(state: State, seq: SequenceState, computed: int) -> list[Link]:
     """The links of chunks that `computed` tokens fill and that were not hashed yet; changes nothing."""
-    hasher = state.hasher
-    return hasher.grow(seq.tip, seq.num_links, seq.tokens, seq.keys, seq.num_hashable(computed) // hasher.chunk)
+    tip, stop = seq.tip, seq.num_hashable(computed) // state.hasher.chunk
+    if tip is not None and stop > seq.num_links + 1:  # what follows need not be hashed if it was published meanwhile
+        tip = state.index.published_as(tip)
+    return state.hasher.grow(tip, seq.num_links, seq.tokens, seq.keys, stop)
 
 
 def publish(state: State, seq: SequenceState, links: list[Link]) -> None:

@@ -168,7 +168,6 @@ class ChainHasher:
             return links
         width = self.chunk * TOKEN_BYTES
         data = tokens.to_bytes(first * self.chunk, stop * self.chunk)
-        parent_hash = tip.hash if tip else self.root
         sha256 = hashlib.sha256
         for low in range(0, len(data), width):
             chunk = data[low : low + width]
@@ -177,10 +176,13 @@ class ChainHasher:
                 start = first * self.chunk + low // TOKEN_BYTES
                 extras = keys.at(start, start + self.chunk)
                 extra_bytes = joined(extras)
-            data_to_hash = parent_hash + chunk + extra_bytes
-            parent_hash = sha256(data_to_hash).digest() if self.is_sha256 else self._digest(data_to_hash)
-            tip = Link(parent_hash, tip, chunk, extras)
-            links.append(tip)
+            link = tip.next if tip else None
+            if link is None or link.tokens != chunk or link.extras != extras:
+                data_to_hash = (tip.hash if tip else self.root) + chunk + extra_bytes
+                digest = sha256(data_to_hash).digest() if self.is_sha256 else self._digest(data_to_hash)
+                link = Link(digest, tip, chunk, extras)
+            links.append(link)
+            tip = link
         return links
 
 

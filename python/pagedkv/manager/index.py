@@ -57,16 +57,17 @@ class PrefixIndex:
 
     def _join(self, known: int | list[int], block: int, equal: Callable[[Any, Any], bool]) -> None:
         """Add a block to those that carry its hash already."""
-        content = self.contents[block]
+        contents = self.contents
         if not isinstance(known, list):
             block_hash = self.hashes[block]
             assert block_hash is not None
             known = self.by_hash[block_hash] = [known]
-        twin = next((other for other in known if equal(self.contents[other], content)), 0)
+        for other in known:
+            if contents[other] is contents[block] or equal(contents[other], contents[block]):
+                contents[block] = contents[other]
+                self.blocks.join_twins(block, other)
+                break
         known.append(block)
-        if twin:
-            self.contents[block] = self.contents[twin]
-            self.blocks.join_twins(block, twin)
 
     def publish(self, group: Group, table: array[int], span: tuple[int, int], links: list[Link], start: int) -> None:
         """Let blocks span[0]..span[1]-1 of a group's table be found.
@@ -124,6 +125,14 @@ class PrefixIndex:
                 return candidate
         return 0
 
+    def published_as(self, link: Link) -> Link:
+        """The equal link that blocks of the first group were published with, or this one."""
+        for block in self.carriers(link.hash):
+            content: Link | None = self.contents[block]
+            if content is not None and same_prefix(content, link):
+                return content
+        return link
+
     def children_of(self, group: Group, parent: Link | None, first_token: bytes) -> Iterable[int]:
         """Blocks of a group that continue a prefix with this token."""
         return self.children.get(((parent.hash if parent else b"") + group.suffix, first_token), ())
@@ -134,21 +143,23 @@ class PrefixIndex:
 
     # Unpublishing.
 
-    def forget(self, blocks: Sequence[int]) -> None:
-        """Let blocks carry no hash any more."""
+    def forget(self, blocks: Sequence[int], *, reused: bool = False) -> None:
+        """Let blocks carry no hash any more. reused: they were free until now, and count as evicted."""
+        self.num_evictions += reused and len(blocks)
         hashes, contents, by_hash = self.hashes, self.contents, self.by_hash
         for block in blocks:
             block_hash, content = hashes[block], contents[block]
             assert block_hash is not None
             hashes[block] = contents[block] = None
-            self.blocks.forget_hash(block)
             if self.keeps_children and isinstance(content, Link):
                 self._forget_child(block, _child_key(block_hash[len(content.hash) :], content))
             known = by_hash.pop(block_hash)
             if isinstance(known, list):
                 known.remove(block)
                 by_hash[block_hash] = known if len(known) > 1 else known[0]
+                self.blocks.forget_hash(block, known, reused=reused)
                 continue
+            self.blocks.forget_hash(block, reused=reused)
             if isinstance(content, Link) and content.parent is not None and content.parent.next is content:
                 content.parent.next = None
             self.evicted.append(block_hash)
@@ -190,8 +201,9 @@ class PrefixIndex:
             require(len(set(carriers)) == len(carriers) > 0, "the index repeats a block")
             require(all(self.hashes[block] == block_hash for block in carriers), "an indexed block has another hash")
             for block in carriers:
-                twins = [other for other in carriers if _equal(self.contents[other], self.contents[block])]
-                require(sorted(self.blocks.twins.get(block, [block])) == sorted(twins), "twins and contents disagree")
+                self.blocks.check_twins(
+                    [other for other in carriers if _equal(self.contents[other], self.contents[block])]
+                )
             indexed += len(carriers)
         hashed = [block for block, block_hash in enumerate(self.hashes) if block_hash is not None]
         require(indexed == len(hashed), "a block carries a hash that is not indexed")

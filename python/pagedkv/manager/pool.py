@@ -59,8 +59,7 @@ class BlockPool(Blocks):
         """`get_new_blocks` of a count that was checked."""
         taken, hashed = self.unqueue(count)
         if hashed:
-            self.index.forget(hashed)
-            self.index.num_evictions += len(hashed)
+            self.index.forget(hashed, reused=True)
         return taken
 
     def touch(self, block_ids: Sequence[int]) -> None:
@@ -109,11 +108,9 @@ class BlockPool(Blocks):
         """Make blocks forget their hashes; free ones among them are reused first from now on."""
         for block in self._checked(block_ids):
             if self.is_published(block):
-                twins = self.twins.get(block, ())
                 self.index.forget((block,))
                 self.index.num_evictions += 1
-                for changed in (block, *twins) if len(twins) == 1 else (block,):
-                    self.requeue(changed)
+                self.requeue(block)
 
     def reset(self) -> bool:
         """Forget every hash; False, and nothing changes, while a block is referenced or pinned."""

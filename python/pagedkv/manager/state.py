@@ -18,7 +18,7 @@ from pagedkv.errors import (
     integer,
     refused,
 )
-from pagedkv.manager.blocks import MAX_BLOCKS, numpy
+from pagedkv.manager.blocks import MAX_BLOCKS
 from pagedkv.manager.groups import MAX_BLOCK_SIZE, GroupSpec, resolve_groups
 from pagedkv.manager.hashing import ChainHasher, HashFn, tie, tied
 from pagedkv.manager.moves import Moves
@@ -135,22 +135,22 @@ class State:
             raise DuplicateSequenceError(f"sequence {seq_id!r} exists")
 
     def drop(self, blocks: Any) -> None:
-        """Give blocks (a list, or an array of numpy) back, the last to be reused first.
+        """Give blocks (an array, of numpy too) back, the last to be reused first.
 
         Moves into those that nobody holds then are not made.
         """
         self.pool.release(blocks)
         if self.moves:
-            for block in blocks if isinstance(blocks, list) else blocks.tolist():
+            for block in blocks.tolist():
                 if self.pool.refs[block] == 0:
                     self.moves.drop(block)
 
     def drop_tables(self, tables: Sequence[array[int]], released: Sequence[int]) -> None:
         """Give back what tables hold behind their null blocks; the tail, over all groups, is reused first."""
+        np = self.pool.np
         blocks: Any
-        np = numpy()
-        if np and len(tables) == 1:
-            blocks = np.frombuffer(tables[0], np.int64)[released[0] :]
+        if len(tables) == 1:
+            blocks = tables[0][released[0] :]
         elif np:
             held = [np.frombuffer(table, np.int64)[first:] for table, first in zip(tables, released, strict=True)]
             distances = [np.arange(len(t), 0, -1) * g.block_size for t, g in zip(held, self.groups, strict=True)]
@@ -160,7 +160,7 @@ class State:
             for number, group in enumerate(self.groups):
                 part = tables[number][released[number] :]
                 keyed += [(at * group.block_size, number, part[at]) for at in range(-len(part), 0)]
-            blocks = [block for _, _, block in sorted(keyed)]
+            blocks = array("q", [block for _, _, block in sorted(keyed)])
         if len(blocks):
             self.drop(blocks)
 
