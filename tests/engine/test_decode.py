@@ -87,6 +87,24 @@ def test_compiled_steps_of_one_and_two_tokens(make_engine, untuned, most):
     assert_native(model, engine.generate(prompts(3, 1, 6), max_new_tokens=6), max_new_tokens=6)
 
 
+def test_a_graph_traced_for_one_row_serves_no_other_number(make_engine):
+    """The path of a CUDA device: a size of 1 is a constant of its graph, so a batch of 4 must not find that graph."""
+    from .conftest import build_llama
+
+    model = build_llama(num_hidden_layers=1)
+    engine = make_engine(model, max_num_seqs=4)
+    runner = engine.runner
+    counters.clear()
+    runner._compile(None, is_one_graph=False)
+    assert counters["stats"]["unique_graphs"] == 2  # of any batch, and of 1
+    single = make_engine(model, max_num_seqs=1).runner
+    single._compile(None, is_one_graph=False)
+    assert counters["stats"]["unique_graphs"] == 3
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for count in (1, 4, 1, 2, 3):
+            assert_native(model, engine.generate(prompts(count, 1, 20), max_new_tokens=6), max_new_tokens=6)
+
+
 def test_captured_graphs_are_replayed_per_bucket(llama, make_engine, monkeypatch):
     """The path of a CUDA device, with graphs that compute again when they are replayed."""
     captured = []

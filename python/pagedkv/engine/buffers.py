@@ -41,7 +41,7 @@ class Inputs:
         names = INDICES[:1] if self.indices["cu_seqlens_q"] else INDICES[:3]
         marks += [(tensor, 0) for name in names for tensor in self.indices[name] or ()]
         for tensor, dim in marks:
-            if tensor is not None:
+            if tensor is not None and tensor.shape[dim] > 1:
                 torch._dynamo.mark_dynamic(tensor, dim)
 
 

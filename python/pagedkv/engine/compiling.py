@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -28,20 +30,29 @@ _CPU_OPTIONS = {
 }
 
 
-def compiled(function: F, device: torch.device, is_sharded: bool = False) -> tuple[F, AbstractContextManager[Any]]:
+def compiled(function: F, is_frozen: bool) -> tuple[F, AbstractContextManager[Any]]:
     """The function, compiled at its first call, and a context for that call.
 
-    Only sizes are checked before a compiled graph is used, not the model: looking at every module takes 1.2 ms of a
-    step. Dynamo keeps graphs by code object, so the function gets one of its own: no other engine's graph can be taken.
-    Weights that are sharded (DTensors) get none of the options for CPU: freezing and the C++ wrapper fail on them.
+    Only its arguments are looked at before a compiled graph is used, not the model: looking at every module takes 1.2
+    ms of a step. Dynamo keeps graphs by code object, so the function gets one of its own: no other engine's graph can
+    be taken. Sharded weights (DTensors) must not be frozen: freezing and the C++ wrapper fail on them.
     """
     code = function.__code__.replace(co_name=f"{function.__name__}_{_number()}")
     own = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
-    result = torch.compile(own, fullgraph=True, options={"guard_filter_fn": _only_sizes})
+    arguments = frozenset(code.co_varnames[: code.co_argcount])
+    result = torch.compile(own, fullgraph=True, options={"guard_filter_fn": partial(_guards_of, arguments)})
     # freezing is read by Dynamo too, which does not see a compiled function's own options
-    options = _CPU_OPTIONS if device.type == "cpu" and not is_sharded else {}
+    options = _CPU_OPTIONS if is_frozen else {}
     return result, torch._inductor.config.patch(options)  # type: ignore[return-value]
 
 
-def _only_sizes(guards: Sequence[Any]) -> list[bool]:
-    return [guard.guard_type == "SHAPE_ENV" for guard in guards]
+def _guards_of(arguments: frozenset[str], guards: Sequence[Any]) -> list[bool]:
+    """The sizes that may vary (SHAPE_ENV), and those of tensors in arguments that may not: 0 and 1 are constants."""
+
+    def is_argument(name: str) -> bool:
+        return re.split(r"\W", name, maxsplit=1)[0] in arguments  # of indices['seq_lens'][0]: indices
+
+    return [
+        guard.guard_type == "SHAPE_ENV" or (guard.guard_type == "TENSOR_MATCH" and is_argument(guard.name))
+        for guard in guards
+    ]

@@ -82,7 +82,7 @@ class Runner:
         with current(self.device):
             self._warm_up(self._inputs[self._sizes[0]])  # the layers get their tensors before anything is traced
             if config.compile:
-                self._compile(probe)
+                self._compile(probe, is_one_graph=self.device.type == "cpu")
             if config.cuda_graphs and self.device.type == "cuda":
                 self._capture()
         self.is_frozen = config.compile or bool(self._graphs)
@@ -208,23 +208,26 @@ class Runner:
             if max(rest) <= _PROBE_CHUNK:  # the prompts are complete
                 yield logits
 
-    def _compile(self, probe: Probe) -> None:
+    def _compile(self, probe: Probe, is_one_graph: bool) -> None:
         """One graph for any number of tokens: on CPU of every forward, on CUDA of decode (one more for a batch of 1).
 
         Freezing takes every tensor that is marked as a static address for a constant, but for those that the graph
         writes (the blocks): the buffers must not be marked.
         """
-        self._compiled, options = compiled(self._call, self.device, mesh_of(self.model) is not None)
-        self._is_one_graph = self.device.type == "cpu"
+        self._compiled, options = compiled(self._call, is_frozen=is_one_graph and mesh_of(self.model) is None)
+        self._is_one_graph = is_one_graph
         self._bind_decode(self.config.buckets)
         size = min(_TRACED_TOKENS, self._buffers.num_tokens)
         rows = torch.arange(size // 2, device=self.device)
-        inputs = self._buffers.views(size, None, rows) if self._is_one_graph else self._inputs[self._sizes[-1]]
-        for _ in track(["one graph"], "compiling", self.config.progress):
+        if is_one_graph:
+            traced = [self._buffers.views(size, None, rows)]
+        else:
+            traced = [self._inputs[size] for size in dict.fromkeys((self._sizes[-1], self._sizes[0]))]
+        for inputs in track(traced, "compiling", self.config.progress):
             with options:
                 inputs.mark_dynamic()
                 self._warm_up(inputs)
-        if self._is_one_graph:
+        if is_one_graph:
             self._check_compiled(probe)
 
     def _check_compiled(self, probe: Probe) -> None:
@@ -293,7 +296,8 @@ class Runner:
         count = len(wanted)
         if self._is_one_graph:
             wanted = np.pad(wanted, (0, max(0, _MIN_TOKENS - count)))
-        at = torch.as_tensor(wanted, device=self.device)
+        with torch.inference_mode(False):  # a graph is of one kind of tensor
+            at = torch.as_tensor(wanted, device=self.device)
         rows = None if self._is_one_graph else num_seqs
         return self.patch.run(self._forward, self._buffers.views(size, rows, at, decode=False))[:count]
 
