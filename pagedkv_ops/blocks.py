@@ -36,7 +36,7 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     """Copy blocks of ``src`` into blocks of ``dst``, across devices too; every source is read before any write.
 
     Args:
-        src: its first dimension is blocks.
+        src: its first dimension is blocks. Pinned memory is read until the device's stream has come so far.
         dst: same type and shape but for the number of blocks; the two may alias.
         block_mapping: [M, 2] int32 or int64 (block of src, block of dst) on the CPU; no destination twice.
 

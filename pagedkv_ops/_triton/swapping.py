@@ -1,4 +1,5 @@
-"""``swap_blocks``: between host and device through two pinned buffers, the copies on a stream of their own.
+"""``swap_blocks``: between host and device, for pinned blocks of the same layout directly. Others go through two pinned
+buffers, the copies on a stream of their own.
 
 While one buffer is on its way the host fills or empties the other. What goes to the device need not wait for the work
 that the current stream still has, only its scatter into the cache does; two buffers bound the memory on both sides.
@@ -14,18 +15,19 @@ import torch
 from torch import Tensor
 
 from .. import checks, value_checks
+from . import launch
 from .blocks import INTEGER
-from .launch import capturing
 
 _STAGE_BYTES = 16 << 20  # of a buffer: long enough to reach full PCIe speed, short enough to overlap
 
 
 def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
-    """Ordered with the current stream of the device; returns to the host with a CPU destination complete."""
+    """Ordered with the current stream of the device; returns to the host with a CPU destination complete. A pinned
+    source may be read until that stream has come so far."""
     checks.check_swap_blocks(src, dst, block_mapping)
     value_checks.check_places("swap_blocks", "dst", dst)
     value_checks.check_block_mapping("swap_blocks", block_mapping, src.size(0), dst.size(0))  # it lives on the CPU
-    if capturing():
+    if launch.capturing():
         raise RuntimeError(
             "swap_blocks: the current stream must not be capturing a CUDA graph, as a replay would leave out what the "
             "host does; got one under capture"
@@ -34,12 +36,36 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
         return
     src, dst = (cache.view(INTEGER[cache.element_size()]) for cache in (src, dst))
     from_ids, to_ids = block_mapping.long().unbind(1)
-    if src.device.type == "cpu":
+    if _is_direct(src, dst):
+        _copy(src, dst, from_ids, to_ids)
+    elif src.device.type == "cpu":
         _to_device(src, dst, from_ids, to_ids)
     elif dst.device.type == "cpu":
         _to_host(src, dst, from_ids, to_ids)
     else:
         dst[to_ids.to(dst.device)] = src[from_ids.to(src.device)].to(dst.device)
+
+
+def _is_direct(src: Tensor, dst: Tensor) -> bool:
+    """Whether runs of blocks are copied without a buffer: one side is pinned, and both have blocks without gaps in the
+    same order of elements."""
+    if src.device.type == dst.device.type or src.stride() != dst.stride():
+        return False
+    host = src if src.device.type == "cpu" else dst
+    return host.is_pinned() and host.stride(0) == host[0].numel() and launch.reach(host) == host.nbytes
+
+
+def _copy(src: Tensor, dst: Tensor, from_ids: Tensor, to_ids: Tensor) -> None:
+    """In the current stream; one copy for neighbours that come to be neighbours."""
+    device = (dst if src.device.type == "cpu" else src).device
+    breaks = ((from_ids.diff() != 1) | (to_ids.diff() != 1)).nonzero()[:, 0] + 1
+    starts = [0, *breaks.tolist()]
+    with torch.cuda.device(device):
+        for start, stop in zip(starts, [*starts[1:], len(from_ids)], strict=True):
+            first, place, count = int(from_ids[start]), int(to_ids[start]), stop - start
+            dst[place : place + count].copy_(src[first : first + count], non_blocking=True)
+        if dst.device.type == "cpu":
+            torch.cuda.current_stream(device).record_event().synchronize()
 
 
 @functools.cache

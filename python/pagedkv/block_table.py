@@ -1,13 +1,14 @@
 """The static buffers a model step reads: block table, slot mapping, sequence lengths and query offsets.
 
-All four are views of one host buffer and of one device buffer, so that a step costs one copy; on CPU both are the same
-memory and nothing is copied. Addresses and shapes never change: a captured graph stays valid.
+All four are views of one host buffer and of one device buffer. A step copies slots, lengths and offsets, and of the
+table only the entries that have changed; on CPU both sides are the same memory and nothing is copied. Addresses and
+shapes never change: a captured graph stays valid. Each view begins at a multiple of 16 bytes, as kernels are compiled
+for that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,10 @@ from torch import Tensor
 
 from pagedkv.errors import InvalidArgumentError, integer, refused
 from pagedkv.manager.blocks import NULL_BLOCK
+from pagedkv.transfers import Staging, current
 
 PADDING_SLOT = -1
-
-
-def current(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which a CUDA device is the current one: copies, events, launches and captures are made on that."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+NAMES = ("slot_mapping", "block_table", "seq_lens", "cu_seqlens_q")
 
 
 Ints = Sequence[int] | npt.NDArray[np.integer]
@@ -74,16 +72,19 @@ class BlockTable:
         self.max_num_tokens = max_num_tokens = integer("max_num_tokens", max_num_tokens, 1)
         self.block_size = integer("block_size", block_size, 1)
         self.device = torch.device(device)
-        on_cuda = self.device.type == "cuda"
-        # int64 slots first keeps them aligned; the table comes last, so that only its used rows are copied
-        num_words = 2 * max_num_tokens + 2 * max_num_seqs + 1 + max_num_seqs * max_num_blocks
-        with torch.inference_mode(False):  # inference tensors could not be written under plain no_grad
-            self._host = torch.zeros(num_words, dtype=torch.int32, pin_memory=on_cuda)
-            self._device = torch.zeros_like(self._host, device=device) if self._is_copied else self._host
-            host = self._views(self._host)
-            self.tensors = self._views(self._device)
-        self._copied: torch.cuda.Event | None = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
-        self._in_flight = False
+        self._most_entries = 2 * max_num_seqs + max_num_tokens // block_size  # that are sent one by one
+        # the table comes last: of a step only what lies before it is copied whole
+        sizes = (
+            2 * max_num_tokens,
+            max_num_seqs,
+            max_num_seqs + 1,
+            4 * self._most_entries,
+            max_num_seqs * max_num_blocks,
+        )
+        self._staging = Staging(self.device, *sizes)
+        with torch.inference_mode(False):
+            host, self.tensors = self._views(self._staging.host), self._views(self._staging.sent)
+        self._host_table = host["block_table"]
         self.slot_mapping: npt.NDArray[np.int64] = host["slot_mapping"].numpy()
         self.seq_lens: npt.NDArray[np.int32] = host["seq_lens"].numpy()
         self.cu_seqlens_q: npt.NDArray[np.int32] = host["cu_seqlens_q"].numpy()
@@ -91,21 +92,13 @@ class BlockTable:
         self.slot_mapping[:] = PADDING_SLOT
         self.row_blocks = np.zeros(max_num_seqs, np.int64)  # entries in use, per row
         self._rows = np.arange(max_num_seqs + 1)
+        self._changed: list[npt.NDArray[np.int64]] = []  # places of the table that the device does not know
         self.upload()
 
-    @property
-    def _is_copied(self) -> bool:
-        return self.device.type != "cpu"
-
-    def _views(self, buffer: Tensor) -> dict[str, Tensor]:
-        slots, seqs = 2 * self.max_num_tokens, self.max_num_seqs
-        table = slots + 2 * seqs + 1
-        return {
-            "slot_mapping": buffer[:slots].view(torch.int64),
-            "seq_lens": buffer[slots : slots + seqs],
-            "cu_seqlens_q": buffer[slots + seqs : table],
-            "block_table": buffer[table : table + seqs * self.max_num_blocks].view(seqs, self.max_num_blocks),
-        }
+    def _views(self, arrays: list[Tensor]) -> dict[str, Tensor]:
+        slots, lengths, offsets, _, table = arrays
+        table = table.view(self.max_num_seqs, self.max_num_blocks)
+        return dict(zip(NAMES, (slots.view(torch.int64), table, lengths, offsets), strict=True))
 
     # Rows.
 
@@ -114,11 +107,13 @@ class BlockTable:
         ids = _checked(block_ids)
         count = len(ids)
         self._check_row(row, count)
-        self._wait()
-        entries = self.block_table[row]
+        self._staging.wait()
+        entries = self.block_table[row, : max(count, int(self.row_blocks[row]))]
+        before = entries.copy()
         entries[:count] = ids
-        entries[count : self.row_blocks[row]] = NULL_BLOCK
+        entries[count:] = NULL_BLOCK
         self.row_blocks[row] = count
+        self._note(row * self.max_num_blocks + np.flatnonzero(entries != before))
 
     def append_row(self, row: int, block_ids: Ints) -> None:
         """Add blocks at the end of a row."""
@@ -128,9 +123,10 @@ class BlockTable:
         self._check_row(row, 0)
         start = int(self.row_blocks[row])
         self._check_row(row, start + len(ids))
-        self._wait()
+        self._staging.wait()
         self.block_table[row, start : start + len(ids)] = ids
         self.row_blocks[row] = start + len(ids)
+        self._note(np.arange(start, start + len(ids)) + row * self.max_num_blocks)
 
     def set_entries(self, rows: Ints, columns: Ints, block_ids: Ints) -> None:
         """Write single entries: new blocks behind rows, copies in their places. One call for a whole batch."""
@@ -147,9 +143,10 @@ class BlockTable:
                 f"rows, columns: expected entries of a {self.max_num_seqs} x {self.max_num_blocks} table, got "
                 f"{list(rows)} and {list(columns)}"
             )
-        self._wait()
+        self._staging.wait()
         self.block_table[rows, columns] = ids
         np.maximum.at(self.row_blocks, rows, np.asarray(columns) + 1)
+        self._note(np.asarray(rows, np.int64) * self.max_num_blocks + np.asarray(columns, np.int64))
 
     def clear_row(self, row: int) -> None:
         self.set_row(row, ())
@@ -178,7 +175,7 @@ class BlockTable:
         num_seqs = len(computed)
         fresh = None if num_new is None else np.asarray(num_new, np.int64)
         lengths = self._check_step(computed, fresh)
-        self._wait()
+        self._staging.wait()
         if fresh is None:
             rows, positions, total = self._rows[:num_seqs], computed, num_seqs
             self.cu_seqlens_q[: num_seqs + 1] = self._rows[: num_seqs + 1]
@@ -199,25 +196,35 @@ class BlockTable:
             self.clear_row(int(row))
         return total
 
-    def upload(self, num_seqs: int | None = None) -> None:
-        """Copie the host side to the device, the first `num_seqs` rows (all by default), in one non-blocking copy."""
-        rows = self.max_num_seqs if num_seqs is None else num_seqs
-        if not 0 <= rows <= self.max_num_seqs:
-            raise InvalidArgumentError(f"num_seqs: expected 0..{self.max_num_seqs}, got {rows}")
-        if not self._is_copied:
-            return
-        used = len(self._host) - (self.max_num_seqs - rows) * self.max_num_blocks
-        with current(self.device):
-            self._device[:used].copy_(self._host[:used], non_blocking=True)
-            if self._copied is not None:
-                self._copied.record()
-                self._in_flight = True
+    def upload(self) -> None:
+        """Send the device what it does not know yet, without waiting: slots, lengths and offsets in one copy.
 
-    def _wait(self) -> None:
-        """Host memory may not change while a copy still reads it."""
-        if self._in_flight and self._copied is not None:
-            self._copied.synchronize()
-            self._in_flight = False
+        Entries of the table that have changed go with them, and from there into their places; where more have changed
+        than can be expected of a step, their rows are copied.
+        """
+        staging, places = self._staging, _NO_IDS
+        if not staging.is_copied:
+            return
+        staging.wait()
+        if self._changed:
+            places = np.concatenate(self._changed)
+            self._changed.clear()
+        with current(self.device):
+            table = self.tensors["block_table"]
+            if len(places) > self._most_entries:
+                part = slice(int(places.min()) // self.max_num_blocks, int(places.max()) // self.max_num_blocks + 1)
+                table[part].copy_(self._host_table[part], non_blocking=True)
+                places = _NO_IDS
+            entries = staging.host[3].view(torch.int64).view(-1, 2)[: len(places)].numpy()  # places, ids
+            entries[:, 0], entries[:, 1] = places, self.block_table.reshape(-1)[places]
+            staging.send(3, 4 * len(places))
+            if len(places):
+                sent = staging.sent[3][: 4 * len(places)]
+                table.view(-1).index_put_((sent.view(torch.int64)[::2],), sent[2::4])
+
+    def _note(self, places: npt.NDArray[np.int64]) -> None:
+        if self._staging.is_copied and len(places):
+            self._changed.append(places)
 
     def _check_row(self, row: int, num_blocks: int) -> None:
         if not 0 <= row < self.max_num_seqs:

@@ -13,6 +13,7 @@ from pagedkv.errors import integer, listed, refused
 from pagedkv.manager.blocks import MAX_BLOCKS
 from pagedkv.manager.groups import MAX_BLOCK_SIZE
 from pagedkv.manager.moves import BlockPairs
+from pagedkv.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,8 @@ class PagedKVCache:
         """
         if not pairs:
             return
-        mapping = torch.tensor(pairs, dtype=torch.int64)
         for device, tensors in self._by_device().items():
-            pagedkv_ops.copy_blocks(tensors, mapping.to(device))
+            pagedkv_ops.copy_blocks(tensors, to_device(pairs, device))
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (device block, host block) pairs to the host pool, in every layer.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -136,6 +136,29 @@ def test_to_the_host(device: Device) -> None:
         *emptied(2),
         *emptied(3),
     ]
+
+
+def test_pinned_blocks_of_the_same_layout_need_no_buffer(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are one copy each, and only what the host reads is waited for."""
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    src = torch.randint(-9, 9, (8, 3, 2), dtype=torch.int16).transpose(1, 2)
+    dst = torch.zeros(9, 3, 2, dtype=torch.int16).transpose(1, 2)
+    mapping = torch.tensor([[2, 4], [3, 5], [4, 6], [5, 1], [7, 2]])
+    expected = dst.clone()
+    reference.swap_blocks(src, expected, mapping)
+    with device:
+        swapping._copy(src, dst, *mapping.unbind(1))
+        assert device.log == ["current copies"] * 3 + ["current records 1", "host waits for current 1"]
+        device.log.clear()
+        swapping._copy(src, torch.empty(9, 2, 3, dtype=torch.int16, device="meta"), *mapping.unbind(1))
+    assert device.log == ["current copies"] * 3
+    assert torch.equal(dst, expected)
+    there = torch.empty(8, 3, 2, dtype=torch.int16, device="meta")
+    gaps = torch.zeros(8, 4, 2, dtype=torch.int16)[:, :3]
+    for is_pinned in (True, False):
+        monkeypatch.setattr(Tensor, "is_pinned", lambda _, is_pinned=is_pinned: is_pinned)
+        pairs = (src, there.transpose(1, 2)), (there.transpose(1, 2), src), (src, there), (gaps, there), (src, dst)
+        assert [swapping._is_direct(*pair) for pair in pairs] == [is_pinned, is_pinned, False, False, False]
 
 
 def test_a_captured_swap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

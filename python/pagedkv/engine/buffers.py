@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from ..errors import InvalidArgumentError
 from ..hf.kv_pool import Pool
 from ..hf.layers import INDICES
 from ..hf.sizing import total_memory
+from ..transfers import Staging, current
 from .batch import Batch
 
 _MIN_ROOM = 4  # tokens of the buffers: T and L are traced as 4 and 2, as equal sizes would count as one size
@@ -56,15 +56,16 @@ class Buffers:
         size, width = max(num_tokens, _MIN_ROOM), pool.table_width
         _check_room(num_seqs, size, width, len(pool.windows), device)
         self.tables = [BlockTable(num_seqs, width, size, pool.block_size, device=device) for _ in pool.windows]
-        self._host_tokens = torch.zeros((2, size), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.tokens: npt.NDArray[np.int64] = self._host_tokens.numpy()  # ids, positions
-        on_cpu = device.type == "cpu"
-        self._device_tokens = self._host_tokens if on_cpu else torch.zeros_like(self._host_tokens, device=device)
+        self._staging = Staging(device, 2 * size, 2 * size, 2 * size)
+        self._ids, self._positions, self._logits_at = (part.view(torch.int64).numpy() for part in self._staging.host)
+        # [1, T], [1, T] and [L]
+        ids, positions, self.logits_at = (part.view(torch.int64) for part in self._staging.sent)
+        self._tokens = ids[None], positions[None]
 
     @property
     def num_tokens(self) -> int:
         """The most that a forward computes."""
-        return len(self.tokens[0])
+        return len(self._ids)
 
     def views(self, total: int, num_seqs: int | None, logits_at: Tensor | None = None, decode: bool = True) -> Inputs:
         """`total` tokens of `num_seqs` rows, one each in decode; None: of any rows of the whole tables."""
@@ -75,7 +76,7 @@ class Buffers:
         }
         if decode and num_seqs is not None:
             indices["cu_seqlens_q"] = None
-        ids, positions = self._device_tokens[:, None, :total]  # [1, T] each
+        ids, positions = (part[:, :total] for part in self._tokens)
         return Inputs(indices, ids, positions, logits_at)
 
     def clear(self) -> None:
@@ -84,26 +85,26 @@ class Buffers:
             table.fill([])
             table.upload()
 
-    def write(self, batch: Batch, size: int) -> None:
-        """What a forward of so many tokens, padding included, reads."""
+    def write(self, batch: Batch, size: int, num_logits: int = 0) -> None:
+        """What a forward of so many tokens and logits, padding included, reads."""
         for table in self.tables:
             table.fill(batch.num_computed, batch.num_new)
-            table.upload(len(batch.num_computed))
-        self._write_tokens(batch, size)
-
-    def _write_tokens(self, batch: Batch, size: int) -> None:
-        """Ids and positions of a forward, and zeros up to its size."""
+            table.upload()
+        self._staging.wait()
         total, num_new = len(batch.token_ids), batch.num_new
-        num_computed = np.asarray(batch.num_computed, np.int64)
-        self.tokens[0, :total] = batch.token_ids
+        self._ids[:total] = batch.token_ids
         if num_new is None:
-            self.tokens[1, :total] = num_computed
+            self._positions[:total] = batch.num_computed
         else:
             starts = np.cumsum(num_new) - num_new
-            self.tokens[1, :total] = np.arange(total) + np.repeat(num_computed - starts, num_new)
-        self.tokens[:, total:size] = 0
-        if self._device_tokens is not self._host_tokens:
-            self._device_tokens[:, :size].copy_(self._host_tokens[:, :size])  # the next step writes the host side again
+            self._positions[:total] = np.arange(total) + np.repeat(np.asarray(batch.num_computed) - starts, num_new)
+            count = len(batch.logits_at)
+            self._logits_at[:count] = batch.logits_at
+            self._logits_at[count:num_logits] = 0
+        self._ids[total:size] = self._positions[total:size] = 0
+        if self._staging.is_copied:
+            with current(self._staging.device):
+                self._staging.send(2, 2 * num_logits)
 
 
 def _check_room(num_seqs: int, num_tokens: int, table_width: int, num_groups: int, device: torch.device) -> None:

@@ -76,7 +76,7 @@ class Intake:
         first_seed = _check_seed(seed, settings.num_samples)
         request = Request(self._new_id(), ids, settings, cache_salt, streamer, is_followed, time.monotonic())
         for index in range(settings.num_samples):
-            generator = torch.Generator(self._runner.device).manual_seed(first_seed + index)
+            generator = torch.Generator().manual_seed(first_seed + index)
             rank = -priority, request.id
             request.samples.append(Sample(self._new_seq_id(), request, index, rank, list(ids), generator))
         request.samples[0].num_forks = settings.num_samples - 1

@@ -57,6 +57,8 @@ class PackedLayer(PagedLayer):
             raise NotImplementedError("its layers attend for fewer tokens than they have keys of")
         caches = self.key_cache, self.value_cache
         table, lengths, offsets = self.reads(indices)
+        if self.state.calls is not None:
+            self.state.calls.append((*caches, queries, options))
         if getattr(key, _WRITTEN, False):
             out = pagedkv_ops.paged_attention(queries, *caches, table, lengths, offsets, **options)
         else:
@@ -74,12 +76,17 @@ class PackedLayer(PagedLayer):
 
 
 class PackedState:
-    """What a mask is asked for: one row, causal and windowed by its sequences' own lengths."""
+    """What a mask is asked for: one row, causal and windowed by its sequences' own lengths.
+
+    Attributes:
+        calls: caches, queries and options of each call of attention; None: not kept.
+    """
 
     seen = 0
 
     def __init__(self, pool: Pool, device: torch.device) -> None:
         self.pool, self.device = pool, device
+        self.calls: list[tuple[Tensor, Tensor, Tensor, dict[str, Any]]] | None = None
 
     def ask(self, asked: Asked) -> None:
         if asked.dense or asked.batch != 1:

@@ -8,6 +8,7 @@ CPU one graph is every forward.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -22,7 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from ..block_table import current
+import pagedkv_ops
+
 from ..hf.cache import PagedCache
 from ..hf.handle import Patch
 from ..hf.kv_pool import Pool, sized
@@ -31,9 +33,10 @@ from ..hf.reuse import dependence
 from ..hf.support import UnsupportedModelError, check_model, evaluation, failed, refuse
 from ..hf.tags import TAG
 from ..tensor_parallel import agreed_blocks, mesh_of
+from ..transfers import current
 from .batch import Batch
 from .buffers import Buffers, Inputs
-from .compiling import compiled
+from .compiling import LastOp, compiled
 from .config import EngineConfig
 from .packed import PackedCache
 from .progress import track
@@ -80,7 +83,7 @@ class Runner:
         self._allocate(replace(config, num_blocks=agreed_blocks(model, lambda: sized(self.pool, *sizes)), memory=None))
         self.max_length = min(self.max_length, self.pool.table_width * config.block_size)
         with current(self.device):
-            self._warm_up(self._inputs[self._sizes[0]])  # the layers get their tensors before anything is traced
+            self._compile_kernels()
             if config.compile:
                 self._compile(probe, is_one_graph=self.device.type == "cpu")
             if config.cuda_graphs and self.device.type == "cuda":
@@ -208,6 +211,34 @@ class Runner:
             if max(rest) <= _PROBE_CHUNK:  # the prompts are complete
                 yield logits
 
+    def _compile_kernels(self) -> None:
+        """Compile what decode, chunks, mixed steps and copies of blocks can launch on CUDA: nothing is while serving.
+
+        The first forward gives the layers their tensors before anything is traced, and shows how they call attention.
+        """
+        calls: list[Any] = []
+        self.cache.state.calls = calls
+        self._warm_up(self._inputs[self._sizes[0]])
+        self.cache.state.calls = None
+        config, kinds = self.config, dict[Any, Any]()
+        for key_cache, value_cache, query, options in calls:
+            caches = ((cache.shape, cache.stride(), cache.dtype) for cache in (key_cache, value_cache))
+            plain = {name: value is not None if name == "sinks" else value for name, value in options.items()}
+            kind = *caches, query.shape[1], query.dtype, *plain.items()
+            kinds.setdefault(kind, (key_cache, value_cache, query, options))
+        for key_cache, value_cache, query, options in kinds.values():
+            pagedkv_ops.warm_up(
+                key_cache,
+                value_cache,
+                num_heads=query.shape[1],
+                max_batch=config.max_num_seqs,
+                max_tokens=config.max_num_batched_tokens,
+                max_blocks=self.pool.table_width,
+                dtype=query.dtype,
+                **options,
+            )
+        self.pool.warm_up()
+
     def _compile(self, probe: Probe, is_one_graph: bool) -> None:
         """One graph for any number of tokens: on CPU of every forward, on CUDA of decode (one more for a batch of 1).
 
@@ -218,9 +249,8 @@ class Runner:
         self._is_one_graph = is_one_graph
         self._bind_decode(self.config.buckets)
         size = min(_TRACED_TOKENS, self._buffers.num_tokens)
-        rows = torch.arange(size // 2, device=self.device)
         if is_one_graph:
-            traced = [self._buffers.views(size, None, rows)]
+            traced = [self._buffers.views(size, None, self._buffers.logits_at[: size // 2])]
         else:
             traced = [self._inputs[size] for size in dict.fromkeys((self._sizes[-1], self._sizes[0]))]
         for inputs in track(traced, "compiling", self.config.progress):
@@ -256,19 +286,27 @@ class Runner:
         except Exception as error:  # whatever an op raises in a capture
             if self.config.cuda_graphs is True:
                 raise
-            self._graphs.clear()
             place = traceback.extract_tb(error.__traceback__)[-1]
-            text = "pagedkv: decode runs without CUDA graphs: capturing failed in %s, at `%s`: %s"
-            logger.warning(text, place.name, place.line, error)
+            text = "pagedkv: decode runs without CUDA graphs: %s can not be captured, in %s at `%s`: %s"
+            logger.warning(text, self._failing_op(), place.name, place.line, error)
+            self._graphs.clear()
 
     def _capture_buckets(self) -> None:
         memory = torch.cuda.graph_pool_handle()
-        for size in track(self._sizes[::-1], "capturing decode", self.config.progress):
+        sizes = [size for size in self._sizes[::-1] if size not in self._graphs]
+        for size in track(sizes, "capturing decode", self.config.progress):
             self._warm_up(self._inputs[size])
             graph = torch.cuda.CUDAGraph()
             with torch.inference_mode(), torch.cuda.graph(graph, pool=memory):
                 logits = self.patch.run(self._forward, self._inputs[size])
             self._graphs[size] = (graph, logits)
+
+    def _failing_op(self) -> str:
+        """What the capture that has failed ends with, seen by trying again."""
+        last = LastOp()  # type: ignore[no-untyped-call]
+        with last, contextlib.suppress(Exception):
+            self._capture_buckets()
+        return last.name
 
     def _warm_up(self, inputs: Inputs) -> None:
         """A forward of nothing but padding."""
@@ -287,19 +325,14 @@ class Runner:
         num_seqs, total = len(batch.num_computed), len(batch.token_ids)
         if batch.num_new is None:
             size = next(size for size in self._sizes if size >= num_seqs)
-        else:
-            size = max(total, _MIN_TOKENS) if self._is_one_graph else total
-        self._buffers.write(batch, size)
-        if batch.num_new is None:
+            self._buffers.write(batch, size)
             return self._decode(size)[:num_seqs]
-        wanted = np.asarray(batch.logits_at, np.int64)
-        count = len(wanted)
-        if self._is_one_graph:
-            wanted = np.pad(wanted, (0, max(0, _MIN_TOKENS - count)))
-        with torch.inference_mode(False):  # a graph is of one kind of tensor
-            at = torch.as_tensor(wanted, device=self.device)
-        rows = None if self._is_one_graph else num_seqs
-        return self.patch.run(self._forward, self._buffers.views(size, rows, at, decode=False))[:count]
+        count = len(batch.logits_at)
+        rows, least = (None, _MIN_TOKENS) if self._is_one_graph else (num_seqs, 0)
+        size, num_logits = max(total, least), max(count, least)
+        self._buffers.write(batch, size, num_logits)
+        inputs = self._buffers.views(size, rows, self._buffers.logits_at[:num_logits], decode=False)
+        return self.patch.run(self._forward, inputs)[:count]
 
     def _decode(self, size: int) -> Tensor:
         """[size, vocabulary] logits of one token per row."""

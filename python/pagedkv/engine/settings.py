@@ -28,6 +28,7 @@ from transformers.generation import GenerationMode
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from ..errors import InvalidArgumentError
+from ..transfers import to_device
 from .generation_checks import check_callables, check_forced, check_generation, check_served, convert_numbers
 
 # warpers that look at each row of scores alone: rows of several requests go through them together
@@ -39,6 +40,7 @@ _ROW_WISE = (
     TypicalLogitsWarper,
     EpsilonLogitsWarper,
 )
+_HOST = torch.device("cpu")
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 
 
@@ -146,8 +148,9 @@ class Settings:
         if new[-1] in self.eos:
             return "eos"
         for criterion in self.criteria:
-            if bool(criterion(as_ids(tokens + new, self.device), None).all()):
-                return "stop_string" if isinstance(criterion, StopStringCriteria) else "stopping_criteria"
+            is_text = isinstance(criterion, StopStringCriteria)  # of ours, for which the host's ids will do
+            if bool(criterion(as_ids(tokens + new, _HOST if is_text else self.device), None).all()):
+                return "stop_string" if is_text else "stopping_criteria"
         if len(tokens) + len(new) >= self.max_length:
             return "length"
         if self.deadline is not None and time.monotonic() > self.deadline:
@@ -159,7 +162,7 @@ class Settings:
         room = self.max_length - len(tokens) - 1
         if self.lookup is None or room < 1:
             return []
-        found: Tensor = self.lookup.get_candidates(as_ids(tokens, torch.device("cpu")))[0]
+        found: Tensor = self.lookup.get_candidates(as_ids(tokens, _HOST))[0]
         return found[0, len(tokens) : len(tokens) + room].tolist()
 
 
@@ -214,4 +217,4 @@ def _check(config: GenerationConfig, tokenizer: Any) -> None:
 
 def as_ids(tokens: list[int], device: torch.device) -> Tensor:
     """[1, T] for transformers."""
-    return torch.tensor([tokens], device=device)
+    return to_device([tokens], device)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..errors import InvalidArgumentError
 from ..hf.identity import Identity
+from ..transfers import to_device
 from .batch import Batch
 from .requests import Request, Sample
 from .runner import Runner
@@ -123,7 +124,8 @@ class Stepper:
                 plain.append(Decision(each, len(each.tokens)))
                 rows.append(row)
         if plain:
-            self._draw(plain, logits if rows == list(range(len(logits))) else logits[rows])
+            is_all = rows == list(range(len(logits)))
+            self._draw(plain, logits if is_all else logits[to_device(rows, logits.device)])
         return plain + drafted
 
     def _fork(self, seq: Sample) -> list[Sample]:

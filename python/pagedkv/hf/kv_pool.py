@@ -127,6 +127,11 @@ class Pool:
             for store in self._stores.values():
                 store.apply(swaps, copies)
 
+    def warm_up(self) -> None:
+        """Let copies of blocks be compiled where they are kernels: the null block is copied onto itself."""
+        for store in self._stores.values():
+            store.copy([(0, 0)])
+
     def static(self, group: int, batch: int, device: torch.device, owner: object) -> tuple[BlockTable, bool]:
         """The buffers of every decode step of this batch size, so that compiled graphs see the same tensors.
 
