@@ -157,8 +157,8 @@ def _find(state: State, seq: SequenceState) -> Hit:
     if not state.prefix_caching:
         return Hit(0, [array("q") for _ in state.groups])
     chain = seq.links()
-    hit = find(state, chain, seq.tokens, seq.keys, min(seq.num_known, seq.num_tokens - 1))
-    seq.keep_links(chain)
+    hit = find(state, chain, seq.tokens, seq.keys, min(len(seq.tokens), seq.num_tokens - 1))
+    seq.tip, seq.num_links = (chain[-1] if chain else None), len(chain)
     return hit
 
 
@@ -168,14 +168,14 @@ def _swapped_tables(state: State, seq: SequenceState) -> list[array[int]]:
     tables = []
     chain = seq.links()
     for group, hosts in zip(state.groups, seq.host, strict=True):
-        full = min(seq.num_computed, seq.num_known) // group.block_size if state.prefix_caching else 0
+        full = min(seq.num_computed, len(seq.tokens)) // group.block_size if state.prefix_caching else 0
         state.hasher.extend(chain, seq.tokens, seq.keys, full * group.chunks_per_block)
         table = array("q")
         for block, host in enumerate(hosts):
             found = state.index.block_at(group, chain, block) if block < full and host >= 0 else 0
             table.append(found or (0 if host < 0 else -1))
         tables.append(table)
-    seq.keep_links(chain)
+    seq.tip, seq.num_links = (chain[-1] if chain else None), len(chain)
     return tables
 
 

@@ -38,7 +38,7 @@ def check_arrived(state: State, seq: SequenceState) -> None:
 
 def new_links(state: State, seq: SequenceState, computed: int) -> list[Link]:
     """The links of chunks that `computed` tokens fill and that were not hashed yet; changes nothing."""
-    tip, stop = seq.tip, seq.num_hashable(computed) // state.hasher.chunk
+    tip, stop = seq.tip, min(computed, len(seq.tokens)) // state.hasher.chunk
     if tip is not None and stop > seq.num_links + 1:  # what follows need not be hashed if it was published meanwhile
         tip = state.index.published_as(tip)
     return state.hasher.grow(tip, seq.num_links, seq.tokens, seq.keys, stop)
@@ -50,7 +50,7 @@ def publish(state: State, seq: SequenceState, links: list[Link]) -> None:
     links: what `new_links` gave.
     """
     chunk = state.hasher.chunk
-    known = seq.num_hashable(seq.num_computed)
+    known = min(seq.num_computed, len(seq.tokens))
     start, stop, hashed = seq.published // chunk, known // chunk, seq.num_links
     if links:
         seq.tip, seq.num_links = links[-1], stop

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import operator
 import struct
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -204,10 +205,10 @@ def tie(links: list[tuple[Link, Link | None, Link | None]]) -> None:
         link.parent, link.next = parent, following
 
 
-def chain_of(link: Link | None) -> list[Link]:
-    """A link and those before it, the first one first."""
-    chain = []
-    while link is not None:
+def chain_of(link: Link | None, count: int = sys.maxsize) -> list[Link]:
+    """A link and those before it, at most `count` of them, the first one first."""
+    chain: list[Link] = []
+    while link is not None and len(chain) < count:
         chain.append(link)
         link = link.parent
     chain.reverse()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -11,10 +12,6 @@ from pagedkv.manager.blocks import HASHED, Blocks, require
 from pagedkv.manager.groups import Group
 from pagedkv.manager.hashing import Link, adopt, same_prefix
 from pagedkv.manager.tokens import TOKEN_BYTES, unpack_tokens
-
-
-def _equal(content: Any, other: Any) -> bool:
-    return content is other or bool(content == other)
 
 
 class PrefixIndex:
@@ -52,7 +49,7 @@ class PrefixIndex:
         known = self.by_hash.setdefault(block_hash, block)
         if known is block:  # the very object that was put in
             return True
-        self._join(known, block, _equal)
+        self._join(known, block, operator.eq)
         return False
 
     def _join(self, known: int | list[int], block: int, equal: Callable[[Any, Any], bool]) -> None:
@@ -137,10 +134,6 @@ class PrefixIndex:
         """Blocks of a group that continue a prefix with this token."""
         return self.children.get(((parent.hash if parent else b"") + group.suffix, first_token), ())
 
-    @property
-    def num_published(self) -> int:
-        return sum(map(self.blocks.flags.count, range(HASHED, 256, 2)))
-
     # Unpublishing.
 
     def forget(self, blocks: Sequence[int], *, reused: bool = False) -> None:
@@ -152,7 +145,10 @@ class PrefixIndex:
             assert block_hash is not None
             hashes[block] = contents[block] = None
             if self.keeps_children and isinstance(content, Link):
-                self._forget_child(block, _child_key(block_hash[len(content.hash) :], content))
+                key = _child_key(block_hash[len(content.hash) :], content)
+                self.children[key].pop(block)
+                if not self.children[key]:
+                    del self.children[key]
             known = by_hash.pop(block_hash)
             if isinstance(known, list):
                 known.remove(block)
@@ -165,11 +161,6 @@ class PrefixIndex:
             self.evicted.append(block_hash)
             if self.events is not None:
                 self.events.append(("removed", block_hash))
-
-    def _forget_child(self, block: int, key: tuple[bytes, bytes]) -> None:
-        siblings = self.children.get(key, {})
-        if siblings.pop(block, block) is None and not siblings:
-            del self.children[key]
 
     def clear(self) -> None:
         """Forget every hash, of blocks that are all free."""
@@ -185,14 +176,6 @@ class PrefixIndex:
         if self.events is not None:
             self.events.append(("cleared",))
 
-    def take_events(self) -> list[tuple[Any, ...]]:
-        """The events since the last call."""
-        events = self.events
-        if not events:
-            return []
-        self.events = []
-        return events
-
     def check_integrity(self) -> None:
         """Raise IntegrityError unless hashes, contents and the flags of the blocks agree."""
         indexed = 0
@@ -201,9 +184,7 @@ class PrefixIndex:
             require(len(set(carriers)) == len(carriers) > 0, "the index repeats a block")
             require(all(self.hashes[block] == block_hash for block in carriers), "an indexed block has another hash")
             for block in carriers:
-                self.blocks.check_twins(
-                    [other for other in carriers if _equal(self.contents[other], self.contents[block])]
-                )
+                self.blocks.check_twins([other for other in carriers if self.contents[other] is self.contents[block]])
             indexed += len(carriers)
         hashed = [block for block, block_hash in enumerate(self.hashes) if block_hash is not None]
         require(indexed == len(hashed), "a block carries a hash that is not indexed")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from pagedkv.errors import IntegrityError
 from pagedkv.manager.blocks import require
 from pagedkv.manager.hashing import Link, chain_of, common_tokens, same_prefix
 from pagedkv.manager.search import find
@@ -53,7 +51,7 @@ def collect_stats(state: State, bytes_per_block: int | None) -> KVCacheStats:
     return KVCacheStats(
         num_blocks=blocks.num_usable,
         num_used_blocks=blocks.num_usable - blocks.num_free,
-        num_cached_blocks=state.index.num_published,
+        num_cached_blocks=state.pool.num_published,
         num_free_blocks=blocks.num_free,
         num_host_blocks=len(host.refs),
         num_used_host_blocks=len(host.refs) - len(host.free),
@@ -119,131 +117,114 @@ def explain_prefix(state: State, seq: SequenceState) -> PrefixExplanation:
     cached, step = 0, state.step
     if not state.prefix_caching:
         return because("disabled", "prefix caching is off")
-    limit = min(seq.num_known, seq.num_tokens - 1)
+    known = len(seq.tokens)
+    limit = min(known, seq.num_tokens - 1)
     if seq.running:
         cached = seq.num_hit
     else:
         hit = find(state, seq.links(), seq.tokens, seq.keys, limit)
         cached = hit.num_tokens + hit.tail_tokens
-    if seq.num_known == 0 and seq.num_tokens:
+    if not known and seq.num_tokens:
         return because("unknown_tokens", "its token ids are not known")
     if limit < step:
         return because("short", f"at most {max(limit, 0)} of its tokens can be looked up, a block holds {step}")
     block = cached // step
     if (block + 1) * step > limit:
         return because("hit", "every full block that can be attached was")
-    miss = _Miss.of(state, seq, block)
-    reason, detail = next(found for found in (cause(miss) for cause in _CAUSES) if found)
+    miss = _Miss(state, seq, block)
+    reason, detail = (
+        miss.evicted()
+        or miss.late()
+        or miss.keys_differ()
+        or miss.tokens_differ()
+        or ("never_committed", f"nothing equal to block {block} was committed")
+    )
     return because(reason, detail, block)
 
 
-Cause = tuple[str, str]  # reason, one sentence
+Cause = tuple[str, str] | None  # reason, one sentence
 
 
-@dataclass(slots=True)
 class _Miss:
     """The first block that was no hit: its links, the chain up to them, and the links of blocks of other sequences."""
 
-    state: State
-    block: int
-    chain: list[Link]
-    wanted: list[Link]
-    others: list[Link]
-
-    @staticmethod
-    def of(state: State, seq: SequenceState, block: int) -> _Miss:
+    def __init__(self, state: State, seq: SequenceState, block: int) -> None:
         chunks = state.step // state.hasher.chunk
-        chain = seq.links()
-        state.hasher.extend(chain, seq.tokens, seq.keys, (block + 1) * chunks)
+        self.state, self.block, self.chain = state, block, seq.links()
+        state.hasher.extend(self.chain, seq.tokens, seq.keys, (block + 1) * chunks)
+        self.wanted = self.chain[block * chunks : (block + 1) * chunks]
         own = {block for table in seq.tables for block in table}
         contents = enumerate(state.index.contents)
-        others = [link for block, link in contents if isinstance(link, Link) and block not in own]
-        return _Miss(state, block, chain, chain[block * chunks : (block + 1) * chunks], others)
+        self.others = [link for block, link in contents if isinstance(link, Link) and block not in own]
 
+    def evicted(self) -> Cause:
+        hashes = {link.hash + group.suffix for link in self.wanted for group in self.state.groups}
+        if hashes.isdisjoint(self.state.index.evicted):
+            return None
+        return "evicted", f"block {self.block} was cached, and its blocks were reused for something else"
 
-def _evicted(miss: _Miss) -> Cause | None:
-    hashes = {link.hash + group.suffix for link in miss.wanted for group in miss.state.groups}
-    if hashes.isdisjoint(miss.state.index.evicted):
+    def late(self) -> Cause:
+        last = self.wanted[-1]
+        if not any(link.hash == last.hash and same_prefix(link, last) for link in self.others):
+            return None
+        detail = f"block {self.block} was committed by another sequence only after this one was looked up"
+        return "never_committed", detail
+
+    def keys_differ(self) -> Cause:
+        """Name the first block whose keys differ, when a cached prefix has the same tokens up to the wanted block."""
+        tokens = [link.tokens for link in self.chain]
+        for link in self.others:
+            theirs = chain_of(link) if link.tokens == tokens[-1] else []
+            if [item.tokens for item in theirs] != tokens:
+                continue
+            for number, (mine, other) in enumerate(zip(self.chain, theirs, strict=True)):
+                changed = set(mine.extras) ^ set(other.extras)
+                if changed:
+                    is_salt = all(pair.startswith(b"Z") for pair, _ in changed)
+                    what = "salt" if is_salt else "extra keys"
+                    detail = f"an equal prefix is cached under another {what} (block {number})"
+                    return "salt_differs" if is_salt else "keys_differ", detail
         return None
-    return "evicted", f"block {miss.block} was cached, and its blocks were reused for something else"
 
-
-def _late(miss: _Miss) -> Cause | None:
-    last = miss.wanted[-1]
-    if not any(link.hash == last.hash and same_prefix(link, last) for link in miss.others):
-        return None
-    return "never_committed", f"block {miss.block} was committed by another sequence only after this one was looked up"
-
-
-def _keys_differ(miss: _Miss) -> Cause | None:
-    """Name the first block whose keys differ, when a cached prefix has the same tokens up to the wanted block."""
-    tokens = [link.tokens for link in miss.chain]
-    for link in miss.others:
-        theirs = chain_of(link) if link.tokens == tokens[-1] else []
-        if [item.tokens for item in theirs] != tokens:
-            continue
-        for number, (mine, other) in enumerate(zip(miss.chain, theirs, strict=True)):
-            changed = set(mine.extras) ^ set(other.extras)
-            if changed:
-                is_salt = all(pair.startswith(b"Z") for pair, _ in changed)
-                what = "salt" if is_salt else "extra keys"
-                detail = f"an equal prefix is cached under another {what} (block {number})"
-                return "salt_differs" if is_salt else "keys_differ", detail
-    return None
-
-
-def _tokens_differ(miss: _Miss) -> Cause | None:
-    """Name the first token that differs from the nearest block behind the same prefix."""
-    wanted = miss.wanted[0]
-    best, theirs = -1, b""
-    for link in miss.others:
-        if same_prefix(link.parent, wanted.parent):
-            common = common_tokens(link, wanted.tokens, wanted.extras)
-            if common > best:
-                best, theirs = common, link.tokens
-    at = slice(best * TOKEN_BYTES, (best + 1) * TOKEN_BYTES)
-    nothing_in_common = best < 0 or (best == 0 and miss.block == 0)
-    if nothing_in_common or not theirs[at] or theirs[at] == wanted.tokens[at]:
-        return None
-    (mine,), (other,) = unpack_tokens(wanted.tokens[at]), unpack_tokens(theirs[at])
-    position = miss.block * miss.state.step + best
-    return "tokens_differ", f"token {position} is {mine}, the nearest cached block has {other}"
-
-
-def _nothing_equal(miss: _Miss) -> Cause:
-    return "never_committed", f"nothing equal to block {miss.block} was committed"
-
-
-# the first that applies is named
-_CAUSES: tuple[Callable[[_Miss], Cause | None], ...] = (_evicted, _late, _keys_differ, _tokens_differ, _nothing_equal)
+    def tokens_differ(self) -> Cause:
+        """Name the first token that differs from the nearest block behind the same prefix."""
+        wanted = self.wanted[0]
+        best, theirs = -1, b""
+        for link in self.others:
+            if same_prefix(link.parent, wanted.parent):
+                common = common_tokens(link, wanted.tokens, wanted.extras)
+                if common > best:
+                    best, theirs = common, link.tokens
+        at = slice(best * TOKEN_BYTES, (best + 1) * TOKEN_BYTES)
+        nothing_in_common = best < 0 or (best == 0 and self.block == 0)
+        if nothing_in_common or not theirs[at] or theirs[at] == wanted.tokens[at]:
+            return None
+        (mine,), (other,) = unpack_tokens(wanted.tokens[at]), unpack_tokens(theirs[at])
+        position = self.block * self.state.step + best
+        return "tokens_differ", f"token {position} is {mine}, the nearest cached block has {other}"
 
 
 def check_state(state: State) -> None:
     """Raise IntegrityError unless free + in use + null = total, references equal those from tables, pins and the host
     pool equal the pending moves and every table fits its sequence."""
     blocks = state.pool
-    state.pool.check_integrity()
+    blocks.check_integrity()
     references: Counter[int] = Counter()
     host_references = [0] * len(state.moves.host.refs)
-    num_running = 0
     for seq in state.sequences.values():
         _check_sequence(state, seq)
-        num_running += seq.running
         for table in seq.tables:
             references.update(table)
-        for hosts in seq.host or ():
-            for host in hosts:
-                if host >= 0:
-                    host_references[host] += 1
+        for host in (host for hosts in seq.host or () for host in hosts if host >= 0):
+            host_references[host] += 1
     del references[0]
-    for block, count in enumerate(blocks.refs):
-        if references[block] != count:
-            raise IntegrityError(f"block {block} has {count} references, the tables hold {references[block]}")
-    in_use = references.keys() | blocks.pins.keys()
-    if blocks.num_free + len(in_use) + 1 != blocks.num_blocks:
-        raise IntegrityError(f"{blocks.num_free} free + {len(in_use)} used + 1 null are not {blocks.num_blocks} blocks")
-    if num_running != state.num_running:
-        raise IntegrityError(f"{num_running} sequences run, the manager counts {state.num_running}")
+    wrong = [(block, count) for block, count in enumerate(blocks.refs) if references[block] != count]
+    require(not wrong, f"blocks with other reference counts than the tables give: {wrong}")
+    num_used = len(references.keys() | blocks.pins.keys())
+    total = f"{blocks.num_free} free + {num_used} used + 1 null are not {blocks.num_blocks} blocks"
+    require(blocks.num_free + num_used + 1 == blocks.num_blocks, total)
+    num_running = sum(seq.running for seq in state.sequences.values())
+    require(num_running == state.num_running, f"{num_running} sequences run, the manager counts {state.num_running}")
     state.moves.check_integrity(host_references)
 
 
@@ -251,8 +232,8 @@ def _check_sequence(state: State, seq: SequenceState) -> None:
     links, contents = seq.links(), state.index.contents
     conditions = {
         "computed tokens exceed the existing ones": 0 <= seq.num_computed <= seq.num_tokens,
-        "more ids than tokens": seq.num_known <= seq.num_tokens,
-        "hashed past the known tokens": seq.num_links * state.hasher.chunk <= seq.num_known,
+        "more ids than tokens": len(seq.tokens) <= seq.num_tokens,
+        "hashed past the known tokens": seq.num_links * state.hasher.chunk <= len(seq.tokens),
         "runs while it is swapped out": not (seq.running and seq.host is not None),
         "holds blocks without running": seq.running or not any(seq.tables),
         "computed past the granted slots": not seq.running or seq.num_computed <= seq.num_granted,

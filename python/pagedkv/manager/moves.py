@@ -6,10 +6,10 @@ handed out in the same step. The sources of copies are pinned until the copies a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
-from pagedkv.errors import IntegrityError
-from pagedkv.manager.blocks import Blocks
+from pagedkv.manager.blocks import Blocks, require
 
 BlockPairs = list[tuple[int, int]]
 
@@ -32,10 +32,9 @@ class HostPool:
     def release(self, block: int) -> bool:
         """Drop a reference; True when it was the last."""
         self.refs[block] -= 1
-        if self.refs[block] == 0:
+        if not self.refs[block]:
             self.free.append(block)
-            return True
-        return False
+        return not self.refs[block]
 
 
 class Moves:
@@ -114,19 +113,15 @@ class Moves:
 
     def check_integrity(self, host_references: list[int]) -> None:
         """host_references: how many sequences hold each host block."""
-        pins: dict[int, int] = {}
-        for source in self.copies.values():
-            pins[source] = pins.get(source, 0) + 1
-        if pins != self.blocks.pins:
-            raise IntegrityError(f"pins {self.blocks.pins} are not those of the pending copies {pins}")
+        pins = Counter(self.copies.values())
+        require(pins == self.blocks.pins, f"pins {self.blocks.pins} are not those of the pending copies {pins}")
         for destination in (*self.copies, *self.swap_ins):
-            if self.blocks.refs[destination] == 0 or self.blocks.is_published(destination):
-                raise IntegrityError(f"pending destination {destination} is free or published")
-        expected = list(host_references)
-        for host in self.swap_ins.values():
-            expected[host] += 1
-        if expected != self.host.refs:
-            raise IntegrityError("host reference counts do not equal the references from sequences and swap-ins")
-        free = [block for block, count in enumerate(expected) if count == 0]
-        if sorted(self.host.free) != free or any(expected[host] == 0 for host in self.swap_outs):
-            raise IntegrityError("the free host blocks are not those without a reference")
+            is_open = self.blocks.refs[destination] > 0 and not self.blocks.is_published(destination)
+            require(is_open, f"pending destination {destination} is free or published")
+        expected = Counter(self.swap_ins.values())
+        expected.update(dict(enumerate(host_references)))
+        refs = self.host.refs
+        require(list(refs) == [expected[host] for host in range(len(refs))], "host references are counted wrongly")
+        free = [host for host, count in enumerate(refs) if not count]
+        require(sorted(self.host.free) == free, "the free host blocks are not those without a reference")
+        require(all(refs[host] for host in self.swap_outs), "a swap-out goes to a free host block")

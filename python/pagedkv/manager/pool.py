@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pagedkv.errors import BlockReferenceError, UnknownBlockError, integer
-from pagedkv.manager.blocks import Blocks
+from pagedkv.manager.blocks import HASHED, Blocks
 from pagedkv.manager.index import PrefixIndex
 
 
@@ -35,7 +35,7 @@ class BlockPool(Blocks):
     @property
     def num_published(self) -> int:
         """Blocks that carry a hash, used or free."""
-        return self.index.num_published
+        return sum(map(self.flags.count, range(HASHED, 256, 2)))
 
     @property
     def num_evictions(self) -> int:
@@ -58,8 +58,7 @@ class BlockPool(Blocks):
     def take(self, count: int) -> list[int]:
         """`get_new_blocks` of a count that was checked."""
         taken, hashed = self.unqueue(count)
-        if hashed:
-            self.index.forget(hashed, reused=True)
+        self.index.forget(hashed, reused=True)
         return taken
 
     def touch(self, block_ids: Sequence[int]) -> None:
@@ -121,7 +120,11 @@ class BlockPool(Blocks):
 
     def take_events(self) -> list[tuple[Any, ...]]:
         """("stored", hash, parent, tokens), ("removed", hash), ("cleared",) since the last call, in order."""
-        return self.index.take_events()
+        events = self.index.events
+        if not events:
+            return []
+        self.index.events = []
+        return events
 
     def _checked(self, block_ids: Iterable[int]) -> list[int]:
         blocks = []

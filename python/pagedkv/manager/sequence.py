@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from pagedkv.manager.hashing import KeySet, Link
+from pagedkv.manager.hashing import KeySet, Link, chain_of
 from pagedkv.manager.tokens import TokenIds
 
 NEVER = sys.maxsize
@@ -69,15 +69,6 @@ class SequenceState:
         self.running = False
         self.awaited = []
 
-    @property
-    def num_known(self) -> int:
-        """Leading tokens whose ids are known."""
-        return len(self.tokens)
-
-    def num_hashable(self, computed: int) -> int:
-        """Those of `computed` tokens that have ids."""
-        return computed if self.all_known else min(computed, len(self.tokens))
-
     def extend(self, tokens: array[int] | int) -> None:
         """Add tokens by id, or by count; ids behind unknown ones stay unknown."""
         if isinstance(tokens, int):
@@ -100,18 +91,7 @@ class SequenceState:
 
     def links(self, first: int = 0) -> list[Link]:
         """The links of chunks [first, num_links)."""
-        links = []
-        link = self.tip
-        for _ in range(self.num_links - first):
-            assert link is not None
-            links.append(link)
-            link = link.parent
-        links.reverse()
-        return links
-
-    def keep_links(self, chain: list[Link]) -> None:
-        self.num_links = len(chain)
-        self.tip = chain[-1] if chain else None
+        return chain_of(self.tip, self.num_links - first)
 
     def cut_links(self, num_links: int) -> None:
         while self.num_links > num_links:
