@@ -11,21 +11,25 @@ from torch.library import opcheck
 import pagedkv_ops
 from pagedkv_ops.schema import SCHEMAS
 
-from .builders import INDEX_DTYPES, attention_options, make_caches, make_case, sliced, strided_index
+from .builders import Case, attention_options, make_caches, make_case, sliced, strided_index
 
 OPS = torch.ops.pagedkv
-LAYOUTS = pytest.mark.parametrize("layout", ["nhd", "hnd", "interleaved"])
-INDICES = pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
-STRIDED = pytest.mark.parametrize("strided", [False, True])
-
 MASKS = (
     {},
     {"causal": False, "window_left": 3, "window_right": 2, "softcap": 5.0, "scale": 0.3, "num_splits": 2},
     {"alibi": True, "sinks": True, "num_splits": 1},
 )
+ROWS = [  # layout, index type, strided: all pairs; mask; type
+    ("nhd", torch.int32, False, MASKS[0], torch.float32),
+    ("nhd", torch.int64, True, MASKS[1], torch.bfloat16),
+    ("hnd", torch.int32, True, MASKS[2], torch.float16),
+    ("hnd", torch.int64, False, MASKS[1], torch.float32),
+    ("interleaved", torch.int32, False, MASKS[2], torch.bfloat16),
+    ("interleaved", torch.int64, True, MASKS[0], torch.float32),
+]
 
 
-def attention_case(layout, index_dtype, strided, mask, dtype=torch.float32):
+def attention_case(layout, index_dtype, strided, mask, dtype) -> Case:
     """Ragged prefill with padding rows on poisoned caches whose V is narrower than K."""
     return make_case(
         query_lens=(3, 0, 1),
@@ -40,84 +44,75 @@ def attention_case(layout, index_dtype, strided, mask, dtype=torch.float32):
     )
 
 
-@LAYOUTS
-@INDICES
-@STRIDED
-def test_write_kv(layout, index_dtype, strided):
-    caches = make_caches(3, 4, 2, 16, 8, torch.bfloat16, layout, fill=math.nan)
+def attention(*row):
+    case = attention_case(*row)
+    return case.args, case.options
+
+
+def append(*row):
+    case = attention_case(*row)
+    return case.append_args(), case.options
+
+
+def write_kv(layout, index_dtype, strided, _mask, dtype):
+    caches = make_caches(3, 4, 2, 16, 8, dtype, layout, fill=math.nan)
     key, value = torch.randn(5, 2, 16), torch.randn(5, 2, 8)
     slots = torch.tensor([11, -1, 0, 7], dtype=index_dtype)  # shorter than key
     if strided:
         key, value, slots = sliced(key), sliced(value), strided_index(slots)
-    opcheck(OPS.write_kv.default, (key, value, *caches, slots))
+    return (key, value, *caches, slots), {}
 
 
-@LAYOUTS
-@INDICES
-@STRIDED
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("name", ["paged_attention", "paged_attention_with_lse"])
-def test_attention(name, layout, index_dtype, strided, mask):
-    case = attention_case(layout, index_dtype, strided, mask)
-    opcheck(getattr(OPS, name).default, case.args, case.options)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_decode_without_cu_seqlens(dtype):
-    case = make_case(dtype=dtype)
-    assert case.cu_seqlens_q is None
-    opcheck(OPS.paged_attention_with_lse.default, case.args)
-
-
-@LAYOUTS
-@INDICES
-@STRIDED
-def test_append(layout, index_dtype, strided):
-    case = attention_case(layout, index_dtype, strided, MASKS[0])
-    opcheck(OPS.paged_attention_append.default, case.append_args(), case.options)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@STRIDED
-def test_merge_states(dtype, strided):
+def merge_states(_layout, _index_dtype, strided, _mask, dtype):
     out_a, out_b = torch.randn(2, 5, 3, 8).to(dtype)
     lse_a, lse_b = torch.randn(2, 5, 3)
     lse_a[0] = lse_b[:2] = -math.inf
     if strided:
         out_a, out_b, lse_a = sliced(out_a), sliced(out_b), lse_a.T.contiguous().T
-    opcheck(OPS.merge_states.default, (out_a, lse_a, out_b, lse_b))
+    return (out_a, lse_a, out_b, lse_b), {}
 
 
-@LAYOUTS
-@INDICES
-def test_copy_blocks(layout, index_dtype):
-    caches = [*make_caches(4, 2, 3, 8, 5, layout=layout), torch.full((4, 2, 3), math.nan)]
+def copy_blocks(layout, index_dtype, _strided, _mask, dtype):
+    caches = [*make_caches(4, 2, 3, 8, 5, dtype, layout), torch.full((4, 2, 3), math.nan)]
     for i, cache in enumerate(caches):
         cache[i] = i  # a copy of poison onto poison would change nothing
-    opcheck(OPS.copy_blocks.default, (caches, torch.tensor([[0, 1], [1, 2], [2, 0]], dtype=index_dtype)))
+    return (caches, torch.tensor([[0, 1], [1, 2], [2, 0]], dtype=index_dtype)), {}
 
 
-@LAYOUTS
-@INDICES
-def test_swap_blocks(layout, index_dtype):
-    src, _ = make_caches(4, 2, 3, 8, 5, layout=layout, fill=1.0)
-    dst, _ = make_caches(6, 2, 3, 8, 5, layout=layout)
-    opcheck(OPS.swap_blocks.default, (src, dst, torch.tensor([[0, 5], [3, 1]], dtype=index_dtype)))
+def swap_blocks(layout, index_dtype, _strided, _mask, dtype):
+    src, _ = make_caches(4, 2, 3, 8, 5, dtype, layout, fill=1.0)
+    dst, _ = make_caches(6, 2, 3, 8, 5, dtype, layout)
+    return (src, dst, torch.tensor([[0, 5], [3, 1]], dtype=index_dtype)), {}
 
 
-@LAYOUTS
-@INDICES
-@STRIDED
-def test_gather_kv(layout, index_dtype, strided):
-    case = attention_case(layout, index_dtype, strided, MASKS[0])
+def gather_kv(layout, index_dtype, strided, _mask, dtype):
+    case = attention_case(layout, index_dtype, strided, {}, dtype)
     seq_lens = torch.tensor(case.spec.seq_lens, dtype=index_dtype) - torch.tensor([0, 2, 0], dtype=index_dtype)
-    opcheck(OPS.gather_kv.default, (case.key_cache, case.block_table, seq_lens, 6))
+    return (case.key_cache, case.block_table, seq_lens, 6), {}
 
 
-def test_every_op_is_checked_here():
-    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
-    named = tested | {"paged_attention", "paged_attention_with_lse", "paged_attention_append"}
-    assert set(SCHEMAS) <= named
+CALLS = {
+    "write_kv": write_kv,
+    "paged_attention": attention,
+    "paged_attention_with_lse": attention,
+    "paged_attention_append": append,
+    "merge_states": merge_states,
+    "copy_blocks": copy_blocks,
+    "swap_blocks": swap_blocks,
+    "gather_kv": gather_kv,
+}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_opcheck(name, row):
+    opcheck(getattr(OPS, name).default, *CALLS[name](*row))
+
+
+def test_decode_without_cu_seqlens():
+    case = make_case(dtype=torch.bfloat16)
+    assert case.cu_seqlens_q is None
+    opcheck(OPS.paged_attention_with_lse.default, case.args)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
