@@ -17,6 +17,7 @@ from pagedkv_ops import value_checks
 from pagedkv_ops.testing import assert_within_rounding, dense_attention, poison
 
 OUT_OF_RANGE = 2**31 - 1  # an id that no cache holds: reading it must fail or crash
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 WRITE_ARGUMENTS = ("key", "value", "key_cache", "value_cache", "slot_mapping")

@@ -32,6 +32,7 @@ from . import oracle
 from .builders import (
     APPEND_ARGUMENTS,
     ATTENTION_ARGUMENTS,
+    FLOATS,
     INDEX_DTYPES,
     WRITE_ARGUMENTS,
     attention_options,
@@ -42,7 +43,6 @@ from .builders import (
 )
 from .memory import guarded, sparse
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SOFTCAPS = (5.0, 5.0, 1e-50, 1e-30, 3e38, 1e300)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 Call = tuple[str, dict[str, Any]]

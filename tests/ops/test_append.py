@@ -13,68 +13,30 @@ import pagedkv_ops
 from pagedkv_ops import reference
 from pagedkv_ops.testing import assert_within_rounding
 
-from .builders import INDEX_DTYPES, Case, attention_options, make_case, pairwise, row_id
+from .builders import FLOATS, make_case
 
-LENGTHS = {
-    "decode": ((1, 1, 1), (1, 65, 640)),
-    "prefill": ((17, 1, 64), (17, 1, 64)),
-    "chunk": ((33, 5), (700, 96)),
-    "mixed": ((1, 40, 0, 3, 1), (130, 40, 9, 51, 0)),
-    "more_queries_than_keys": ((4, 6, 1), (2, 0, 3)),
-}
-GRID = pairwise(
-    3,
-    head_size=(13, 64, 80, 128),
-    block_size=(1, 3, 16, 544),
-    heads=((4, 4), (8, 2), (5, 1)),
-    lengths=tuple(LENGTHS),
-    mask=({}, {"window_left": 15}, {"causal": False, "window_right": 3}),
-    dtype=(torch.float32, torch.float16, torch.bfloat16),
-    cache_dtype=(torch.float32, torch.float16, torch.bfloat16),
-    v_head_size=(None, 24),
-    extras=({}, {"softcap": 2.0}, {"alibi": True, "sinks": True}),
-    layout=("nhd", "hnd", "interleaved"),
-    strided=(False, True),
-    index_dtype=INDEX_DTYPES,
-    fill=(math.nan, math.inf),
-    padding_rows=(0, 3),
-    num_splits=(0, 1, 5),
-)
-
-
-def assert_append(case: Case, append) -> None:
-    args = case.append_args()
-    out = append(*args, **case.options)
-    assert out.is_contiguous()
-    assert_within_rounding(out, case.dense()[0], *(rounded for rounded, _ in case.rounded()))
-    for actual, expected in zip(args[3:5], (case.key_cache, case.value_cache), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("row", GRID, ids=row_id)
-@pytest.mark.parametrize(
+APPENDS = pytest.mark.parametrize(
     "append", [pagedkv_ops.paged_attention_append, reference.paged_attention_append], ids=["op", "reference"]
 )
-def test_grid_writes_and_attends(append, row):
-    row = dict(row)
-    query_lens, seq_lens = LENGTHS[row.pop("lengths")]
-    options = {**row.pop("mask"), **row.pop("extras"), "num_splits": row.pop("num_splits")}
-    options = attention_options(row["heads"][0], **options)
-    assert_append(make_case(query_lens=query_lens, seq_lens=seq_lens, options=options, **row), append)
 
 
+@APPENDS
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 70)), min_size=1, max_size=5),
     block_size=st.integers(1, 20),
     head_size=st.integers(1, 70),
     padding_rows=st.integers(0, 3),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    dtype=st.sampled_from(FLOATS),
     window_left=st.integers(-1, 20),
 )
-def test_any_shape_writes_and_attends(lengths, window_left, **shape):
+def test_any_shape_writes_and_attends(append, lengths, window_left, **shape):
     query_lens, seq_lens = zip(*lengths, strict=True)
     case = make_case(query_lens=query_lens, seq_lens=seq_lens, options={"window_left": window_left}, **shape)
-    assert_append(case, pagedkv_ops.paged_attention_append)
+    args = case.append_args()
+    out = append(*args, **case.options)
+    assert out.is_contiguous()
+    assert_within_rounding(out, case.dense()[0], *(rounded for rounded, _ in case.rounded()))
+    torch.testing.assert_close(args[3:5], (case.key_cache, case.value_cache), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,4 +1,4 @@
-"""paged_attention and paged_attention_with_lse: the grid against dense float64 attention, and small exact inputs."""
+"""The attention ops: a grid of parameters against dense float64 attention, and small exact inputs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pagedkv_ops
 from pagedkv_ops import reference
 
 from .builders import (
+    FLOATS,
     INDEX_DTYPES,
     OUT_OF_RANGE,
     Case,
-    Spec,
     assert_attention,
     attention_options,
     make_case,
@@ -26,33 +26,40 @@ from .builders import (
     row_id,
 )
 
-LENGTHS = {  # query lengths, key lengths
+WITH_LSE = (pagedkv_ops.paged_attention_with_lse, reference.paged_attention_with_lse)
+LENGTHS = {  # query lengths, key lengths: also around the kernels' tiles (6 rows, 16 to 64 columns, 256 keys)
     "decode": ((1, 1, 1, 1, 1), (1, 2, 7, 16, 65)),
     "long_decode": ((1, 1), (2011, 640)),
     "prefill": ((17, 1, 64), (17, 1, 64)),
-    "long_prefill": ((257,), (257,)),
+    "long_prefill": ((300,), (300,)),
     "chunk": ((33, 5), (2011, 96)),
     "mixed": ((1, 40, 0, 3, 1), (130, 40, 9, 515, 0)),
-    "more_queries_than_keys": ((4, 6, 1), (2, 0, 3)),
+    "more_queries_than_keys": ((4, 6, 1, 40), (2, 0, 3, 11)),
+    "one_tile": ((8, 97), (8, 256)),
+    "about_one_tile": ((9, 31), (255, 257)),
+    "about_two_tiles": ((64, 65, 12), (511, 65, 513)),
+    "long_chunk": ((200,), (300,)),
 }
 MASKS = {
     "causal": {},
     "full": {"causal": False},
     "window": {"window_left": 15},
     "window_0": {"window_left": 0},
+    "window_256": {"window_left": 256},
     "two_sided": {"causal": False, "window_left": 30, "window_right": 7},
+    "wide": {"causal": False, "window_left": 40, "window_right": 130},
     "right_only": {"causal": False, "window_right": 3},
 }
 GRID = pairwise(
     1,
-    head_size=(13, 46, 64, 80, 96, 128, 256, 576),
+    head_size=(13, 32, 46, 64, 80, 96, 128, 256, 576),
     block_size=(1, 3, 8, 16, 64, 544),
-    heads=((4, 4), (8, 2), (5, 1), (9, 3), (13, 13)),
+    heads=((4, 4), (8, 2), (5, 1), (9, 3), (13, 13), (16, 2)),
     lengths=tuple(LENGTHS),
     mask=tuple(MASKS),
-    dtype=(torch.float32, torch.float16, torch.bfloat16),
-    cache_dtype=(torch.float32, torch.float16, torch.bfloat16),
-    v_head_size=(None, 24, 64),
+    dtype=FLOATS,
+    cache_dtype=FLOATS,
+    v_head_size=(None, 16, 24, 64, 144),
     extras=({}, {"softcap": 2.0}, {"alibi": True}, {"sinks": True}, {"alibi": True, "sinks": True, "softcap": 30.0}),
     layout=("nhd", "hnd", "interleaved"),
     strided=(False, True),
@@ -63,28 +70,26 @@ GRID = pairwise(
 )
 
 
-def grid_case(row: dict) -> Case:
-    query_lens, seq_lens = LENGTHS[row["lengths"]]
-    options = attention_options(row["heads"][0], **MASKS[row["mask"]], **row["extras"], num_splits=row["num_splits"])
-    return make_case(
-        query_lens=query_lens,
-        seq_lens=seq_lens,
-        options=options,
-        **{k: v for k, v in row.items() if k not in ("lengths", "mask", "extras", "num_splits")},
-    )
-
-
 @pytest.mark.parametrize("row", GRID, ids=row_id)
 def test_grid_equals_dense_attention(row):
-    case = grid_case(row)
-    assert_attention(case, pagedkv_ops.paged_attention_with_lse, reference.paged_attention_with_lse)
-    with_lse, _ = pagedkv_ops.paged_attention_with_lse(*case.args, **case.options)
-    torch.testing.assert_close(pagedkv_ops.paged_attention(*case.args, **case.options), with_lse, rtol=0, atol=0)
+    """With the log-sum-exp, without it, and with the write of the new tokens."""
+    shape = dict(row)
+    query_lens, seq_lens = LENGTHS[shape.pop("lengths")]
+    options = {**MASKS[shape.pop("mask")], **shape.pop("extras"), "num_splits": shape.pop("num_splits")}
+    options = attention_options(row["heads"][0], **options)
+    case = make_case(query_lens=query_lens, seq_lens=seq_lens, options=options, **shape)
+    assert_attention(case, *WITH_LSE)
+    expected, _ = pagedkv_ops.paged_attention_with_lse(*case.args, **case.options)
+    torch.testing.assert_close(pagedkv_ops.paged_attention(*case.args, **case.options), expected, rtol=0, atol=0)
+    args = case.append_args()
+    out = pagedkv_ops.paged_attention_append(*args, **case.options)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    torch.testing.assert_close(args[3:5], (case.key_cache, case.value_cache), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_longest_prefill(dtype):
-    case = make_case(query_lens=(2011,), seq_lens=(2011,), heads=(2, 1), head_size=64, block_size=16, dtype=dtype)
+    case = make_case(query_lens=(2011,), seq_lens=(2011,), heads=(1, 1), head_size=64, block_size=16, dtype=dtype)
     assert_attention(case, pagedkv_ops.paged_attention_with_lse)
 
 
@@ -99,7 +104,7 @@ def test_longest_prefill(dtype):
     window_left=st.integers(-1, 20),
     window_right=st.integers(-1, 20),
     num_splits=st.integers(0, 9),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    dtype=st.sampled_from(FLOATS),
 )
 def test_any_shape_equals_dense_attention(
     lengths, num_kv_heads, group_size, causal, window_left, window_right, num_splits, **shape
@@ -108,7 +113,7 @@ def test_any_shape_equals_dense_attention(
     options = {"causal": causal, "window_left": window_left, "window_right": window_right, "num_splits": num_splits}
     heads = (num_kv_heads * group_size, num_kv_heads)
     case = make_case(query_lens=query_lens, seq_lens=seq_lens, heads=heads, options=options, **shape)
-    assert_attention(case, pagedkv_ops.paged_attention_with_lse, reference.paged_attention_with_lse)
+    assert_attention(case, *WITH_LSE)
 
 
 def test_empty_batches():
@@ -227,14 +232,6 @@ def test_length_comes_from_seq_lens_and_not_from_the_table(run, length, mean):
     case.block_table[0, len(used) :] = spare  # a block full of V = 1000
     case.key_cache.zero_()
     assert probe(run, case)[0] == about(mean)
-
-
-@pytest.mark.parametrize("head_size", [13, 46, 80, 96, 576])
-@pytest.mark.parametrize("block_size", [1, 3, 8, 544])
-def test_odd_sizes(head_size, block_size):
-    for heads in ((5, 1), (13, 13)):
-        spec = Spec(query_lens=(1, 3), seq_lens=(19, 7), heads=heads, head_size=head_size, block_size=block_size)
-        assert_attention(make_case(spec), pagedkv_ops.paged_attention_with_lse)
 
 
 def test_entries_outside_a_sliding_window_are_not_read(run):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import pagedkv_ops
 
-from .builders import Case, attention_options, make_case, run_rows
+from .builders import FLOATS, Case, attention_options, make_case, run_rows
 
 pytestmark = pytest.mark.skipif(
     pagedkv_ops.backends()["cpu"] == "reference",
@@ -22,7 +22,7 @@ SHAPES = {
     "heads": st.sampled_from([(4, 4), (8, 2), (5, 1), (6, 3)]),
     "head_size": st.sampled_from([13, 16, 64, 80, 128]),
     "block_size": st.sampled_from([1, 3, 16, 64]),
-    "dtype": st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    "dtype": st.sampled_from(FLOATS),
     "cache_dtype": st.sampled_from([None, torch.bfloat16, torch.float16]),
 }
 OPTIONS = st.sampled_from(
@@ -70,7 +70,7 @@ def test_independent_of_how_the_prompt_was_cut(length, cuts, heads, options, **s
         assert_bitwise([part[rows] for part in whole], run_rows(case, 0, rows, stop))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (9, 1)])
 def test_chunks_of_one_token(heads, dtype):
     """Decode rows (no cu_seqlens_q) have the bits of the prefill that holds them."""

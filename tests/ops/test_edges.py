@@ -302,7 +302,7 @@ def attend(head_size, num_heads, length, **options):
 
 attend(64, 8, 1024)
 before = resident()
-attend(4096, 512, 4096, num_splits=256)  # 2 GB of partial results and a thread's 17 MB
+attend(4096, 128, 4096, num_splits=256)  # 0.5 GB of partial results and 4 MB of a thread
 attend(2**20, 8, 32)
 print(resident() - before)
 """

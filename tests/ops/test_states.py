@@ -13,7 +13,8 @@ import pagedkv_ops
 from pagedkv_ops import reference
 from pagedkv_ops.testing import assert_within_rounding, dense_attention
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+from .builders import FLOATS
+
 MERGES = pytest.mark.parametrize("merge", [pagedkv_ops.merge_states, reference.merge_states], ids=["op", "reference"])
 
 

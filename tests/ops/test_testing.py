@@ -28,53 +28,43 @@ def test_clean_step_passes_and_its_arguments_stay_as_they_were():
     assert torch.isnan(value_cache).all()
 
 
-def test_finds_a_written_clone():
-    def step(key, key_cache, value_cache, slots):
-        old = key_cache.clone()
-        write(key, key_cache, value_cache, slots)
-        return old.sum(), key_cache.sum(), old
-
-    with pytest.raises(AssertionError, match=r"a cache's 2048 elements: buf\d+ = empty_strided_cpu\(\(2048"):
-        assert_no_cache_clone(step, TOKENS, *caches(), SLOTS)
+def written_clone(key, key_cache, value_cache, slots):
+    old = key_cache.clone()
+    write(key, key_cache, value_cache, slots)
+    return old.sum(), key_cache.sum(), old
 
 
-def test_finds_a_computed_copy():
-    def step(key, key_cache, value_cache, slots):
-        scaled = key_cache * 2
-        pagedkv_ops.write_kv(key, key, scaled, value_cache, slots)
-        return scaled
-
-    with pytest.raises(AssertionError, match="at least a cache's"):
-        assert_no_cache_clone(step, TOKENS, *caches(), SLOTS)
+def computed_copy(key, key_cache, value_cache, slots):
+    scaled = key_cache * 2
+    pagedkv_ops.write_kv(key, key, scaled, value_cache, slots)
+    return scaled
 
 
-def test_finds_a_copy_of_half_a_pool():
+def half_a_pool(key, pool, slots):
     """One layer's keys count as a cache, also where they are part of a stacked pool."""
-
-    def step(key, pool, slots):
-        pagedkv_ops.write_kv(key, key, pool[0], pool[1], slots)
-        return pool[0] + 1
-
-    with pytest.raises(AssertionError, match="at least a cache's"):
-        assert_no_cache_clone(step, TOKENS, poison(2, 32, 4, 2, 8), SLOTS)
+    pagedkv_ops.write_kv(key, key, pool[0], pool[1], slots)
+    return pool[0] + 1
 
 
-def test_finds_the_result_of_an_op_that_allocates_itself():
-    """A gather of every block: Inductor allocates nothing, the op does."""
-
-    def step(key, key_cache, value_cache, slots):
-        write(key, key_cache, value_cache, slots)
-        return pagedkv_ops.gather_kv(key_cache, torch.arange(32)[None], torch.tensor([0]), 128)
-
-    with pytest.raises(AssertionError, match=r"at least a cache's 2048 elements: assert_size_stride\(buf\d+"):
-        assert_no_cache_clone(step, TOKENS, *caches(), SLOTS)
+def gather_of_every_block(key, key_cache, value_cache, slots):
+    """Inductor allocates nothing, the op does."""
+    write(key, key_cache, value_cache, slots)
+    return pagedkv_ops.gather_kv(key_cache, torch.arange(32)[None], torch.tensor([0]), 128)
 
 
-def test_two_mutated_views_passed_as_arguments_are_seen_as_aliases():
-    """Arguments keep their shared storage, so that Inductor's clone of aliased views is found."""
-    pool = poison(2, 32, 4, 2, 8)
-    with pytest.raises(AssertionError, match="at least a cache's 2048 elements"):
-        assert_no_cache_clone(write, TOKENS, pool[0], pool[1], SLOTS)
+@pytest.mark.parametrize(
+    ("step", "tensors", "line"),
+    [
+        (written_clone, caches(), r"buf\d+ = empty_strided_cpu\(\(2048"),
+        (computed_copy, caches(), "buf"),
+        (half_a_pool, (poison(2, 32, 4, 2, 8),), "buf"),
+        (gather_of_every_block, caches(), r"assert_size_stride\(buf\d+"),
+        (write, tuple(poison(2, 32, 4, 2, 8)), "buf"),  # views that share storage: Inductor clones them
+    ],
+)
+def test_finds(step, tensors, line):
+    with pytest.raises(AssertionError, match=f"at least a cache's 2048 elements: {line}"):
+        assert_no_cache_clone(step, TOKENS, *tensors, SLOTS)
 
 
 def test_caches_of_other_ranks_are_named():

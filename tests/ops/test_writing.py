@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 import pagedkv_ops
 from pagedkv_ops import reference
 
-from .builders import INDEX_DTYPES, make_caches, pairwise, row_id, sliced, strided_index
+from .builders import FLOATS, INDEX_DTYPES, make_caches, pairwise, row_id, sliced, strided_index
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 GRID = pairwise(
     2,
     head_size=(1, 13, 46, 64, 80, 128, 256, 576),
