@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -57,13 +56,3 @@ def _guards_of(arguments: frozenset[str], guards: Sequence[Any]) -> list[bool]:
         guard.guard_type == "SHAPE_ENV" or (guard.guard_type == "TENSOR_MATCH" and is_argument(guard.name))
         for guard in guards
     ]
-
-
-class LastOp(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the name of the op that was called last."""
-
-    name: str = "an op"
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.name = function._schema.name
-        return function(*args, **kwargs or {})

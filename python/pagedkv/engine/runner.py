@@ -8,11 +8,9 @@ CPU one graph is every forward.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +24,7 @@ from transformers.masking_utils import create_masks_for_generate
 import pagedkv_ops
 
 from ..hf.cache import PagedCache
+from ..hf.capturing import capture, warn_uncaptured
 from ..hf.handle import Patch
 from ..hf.kv_pool import Pool, sized
 from ..hf.probe import Probe, checked_attention
@@ -36,7 +35,7 @@ from ..tensor_parallel import agreed_blocks, mesh_of
 from ..transfers import current
 from .batch import Batch
 from .buffers import Buffers, Inputs
-from .compiling import LastOp, compiled
+from .compiling import compiled
 from .config import EngineConfig
 from .packed import PackedCache
 from .progress import track
@@ -286,9 +285,7 @@ class Runner:
         except Exception as error:  # whatever an op raises in a capture
             if self.config.cuda_graphs is True:
                 raise
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            text = "pagedkv: decode runs without CUDA graphs: %s can not be captured, in %s at `%s`: %s"
-            logger.warning(text, self._failing_op(), place.name, place.line, error)
+            warn_uncaptured(logger, error, self._capture_buckets)
             self._graphs.clear()
 
     def _capture_buckets(self) -> None:
@@ -296,17 +293,9 @@ class Runner:
         sizes = [size for size in self._sizes[::-1] if size not in self._graphs]
         for size in track(sizes, "capturing decode", self.config.progress):
             self._warm_up(self._inputs[size])
-            graph = torch.cuda.CUDAGraph()
-            with torch.inference_mode(), torch.cuda.graph(graph, pool=memory):
-                logits = self.patch.run(self._forward, self._inputs[size])
-            self._graphs[size] = (graph, logits)
-
-    def _failing_op(self) -> str:
-        """What the capture that has failed ends with, seen by trying again."""
-        last = LastOp()  # type: ignore[no-untyped-call]
-        with last, contextlib.suppress(Exception):
-            self._capture_buckets()
-        return last.name
+            with torch.inference_mode():
+                forward = functools.partial(self.patch.run, self._forward, self._inputs[size])
+                self._graphs[size] = capture(forward, memory)
 
     def _warm_up(self, inputs: Inputs) -> None:
         """A forward of nothing but padding."""

@@ -167,6 +167,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         """Plan the forward, unless a patched model did, and let the layer write."""
         layer = self.layers[layer_idx]
         if isinstance(layer, PagedLayer) and not self.state.is_planned_for(layer, key_states.shape[2]):
+            self.state.write_pending()
             self.state.plan_unpatched(key_states.shape[0], key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
 
@@ -231,7 +232,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             twin = copy.copy(layer)
             if isinstance(layer, PagedLayer):
-                twin.step = None
+                twin.step = twin.pending = None
             if type(layer) is not PagedLayer:
                 names = [name for name in vars(twin) if name not in ("state", "step", "key_cache", "value_cache")]
                 vars(twin).update({name: copy.deepcopy(vars(layer)[name], memo) for name in names})

@@ -25,8 +25,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one attention layer in blocks.
 
     ``mode`` is settled by the first forward. PAGED: the attention function got keys, values and mask as this layer and
-    the mask function made them, and reads the blocks itself. GATHERED: the model does something else with them, so that
-    every update returns dense keys and values, as the library's own layers do.
+    the mask function made them, and reads the blocks itself; in a decode step it writes them, too. GATHERED: the model
+    does something else with them, so that every update returns dense keys and values, as the library's own layers do.
     """
 
     is_croppable = True
@@ -38,6 +38,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_sliding = sliding_window is not None
         self.mode = UNDECIDED
         self.done = False  # took part in the planned forward
+        self.pending: tuple[Tensor, Tensor] | None = None  # keys and values that its attention shall write
         self.record_past = False
         self.state: PagedState
         self.group = self.row = 0
@@ -71,13 +72,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         step = self.step
         assert step is not None
         self.done = True
-        pagedkv_ops.write_kv(
-            key_states.transpose(1, 2).flatten(0, 1),  # [B*L, Hkv, D]
-            value_states.transpose(1, 2).flatten(0, 1),
-            self.key_cache,
-            self.value_cache,
-            step.slot_mapping,
-        )
+        if step.appends and self.mode == PAGED and not step.dense:
+            self.pending = key_states, value_states
+        else:
+            self.write(key_states, value_states)
         first = self.mode == UNDECIDED and self.state.columns == 0
         if step.dense or not (first or self.mode == PAGED):
             if self.mode == UNDECIDED and not first:
@@ -86,6 +84,18 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         setattr(key_states, TAG, self)
         setattr(value_states, TAG, self)
         return key_states, value_states
+
+    def write(self, key_states: Tensor, value_states: Tensor) -> None:
+        assert self.step is not None
+        pagedkv_ops.write_kv(
+            _tokens(key_states), _tokens(value_states), self.key_cache, self.value_cache, self.step.slot_mapping
+        )
+
+    def write_pending(self) -> None:
+        """Write the keys that no attention has taken."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            self.write(*pending)
 
     def reads(self, indices: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Block table [S, W], lengths [S] and query offsets [S+1] of a forward with these arguments."""
@@ -97,8 +107,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         step = self.step
         assert step is not None
         batch, num_heads, length, _ = query.shape
-        packed = query.transpose(1, 2).flatten(0, 1)  # [B*L, Hq, D]
+        packed, caches = _tokens(query), (self.key_cache, self.value_cache)
         table, lengths, offsets = self.reads(indices)
+        if self.pending is not None and self.pending[0] is key and self.pending[1] is value:
+            self.pending = None
+            out = pagedkv_ops.paged_attention_append(
+                packed, _tokens(key), _tokens(value), *caches, step.slot_mapping, table, lengths, offsets, **options
+            )
+            return out.view(batch, length, num_heads, -1)
+        self.write_pending()
         if length != step.query_length:
             # a layer that reuses another's keys may ask for the last columns only
             if step.order is not None:
@@ -106,9 +123,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             offsets = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
         elif step.order is not None:
             packed = packed.index_select(0, step.order)
-        out = pagedkv_ops.paged_attention(
-            packed, self.key_cache, self.value_cache, table, lengths, offsets, **options
-        )  # [B*L, Hq, Dv]
+        out = pagedkv_ops.paged_attention(packed, *caches, table, lengths, offsets, **options)  # [B*L, Hq, Dv]
         if step.inverse is not None:
             out = out.index_select(0, step.inverse)
         return out.view(batch, length, num_heads, -1)
@@ -159,6 +174,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: Tensor) -> None: ...
     def batch_repeat_interleave(self, repeats: int) -> None: ...
     def batch_select_indices(self, indices: Tensor) -> None: ...
+
+
+def _tokens(states: Tensor) -> Tensor:
+    """[B, H, L, D] as [B*L, H, D]."""
+    return states.transpose(1, 2).flatten(0, 1)
 
 
 class PagedHybridLayer(LinearAttentionLayer, PagedLayer):  # type: ignore[misc]

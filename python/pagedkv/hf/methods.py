@@ -76,7 +76,9 @@ def _planned(model: Any, patch: Patch, cache: PagedCache, call: Any, args: Any, 
     is_compiled = model._compiled_call_impl or "forward" in model.__dict__
     if is_compiled or callable(get_eval_frame_callback()):  # the last: inside torch.compile(model)
         make_traceable(model, cache, kwargs)
-    return call(*args, **kwargs)
+    output = call(*args, **kwargs)
+    cache.state.write_pending()  # a forward that fails leaves keys missing, and the state knows it
+    return output
 
 
 def _generated(patch: Patch, generate: Any, args: Any, kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..errors import boolean, refused
 from ..tensor_parallel import agreed_blocks
 from . import reuse, support
-from .compiling import CompiledStep
+from .compiling import CompiledStep, can_capture
 from .handle import ATTRIBUTE, Patch, placement
 from .kv_pool import Pool, sized
 from .methods import patched_class
@@ -57,9 +57,10 @@ def patch(
             half of it, which is reserved and touched only as blocks are used; at most 65,536 blocks.
         kv_dtype: float type of the stored keys and values; None: the type the model computes them in.
         prefix_caching: prompts that begin like an earlier one reuse its blocks (:func:`clear_prefix_cache`).
-        compile: run decode steps through ``torch.compile``, with these options if it is a dict. True on CPU packs the
-            weights for the matrix products, which takes their memory once more; changed weights are noticed and packed
-            anew, but for writes through ``.data`` into a few elements: unpatch the model before those.
+        compile: run decode steps through ``torch.compile``, with these options if it is a dict. True on CUDA captures
+            them, too: from the third of a batch size on a step is one replay. True on CPU packs the weights for the
+            matrix products, which takes their memory once more; changed weights are noticed and packed anew, but for
+            writes through ``.data`` into a few elements: unpatch the model before those.
 
     Returns:
         The same model.
@@ -113,9 +114,10 @@ def _install(model: PreTrainedModel, handle: Patch) -> None:
         _size_pool(model, handle)
         compile = handle.options["compile"]
         if compile:
-            handle.compiled = CompiledStep(
-                model, handle.original_class, handle.watch, compile if isinstance(compile, dict) else None
-            )
+            options = compile if isinstance(compile, dict) else None
+            handle.compiled = CompiledStep(model, handle.original_class, handle.watch, options)
+            if options is None and can_capture(model) and reuse.dependence(model, handle.new_cache(model)) is None:
+                handle.compiled.capture(handle.cache_name, handle.pool)
     except BaseException:
         unpatch(model)
         raise

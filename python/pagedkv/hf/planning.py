@@ -10,18 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.masking_utils import create_masks_for_generate
 
 from . import reuse
 from .cache import PagedCache
+from .capturing import reads_blocks_only
 from .handle import Patch, cache_argument
-from .layers import PagedLayer
-from .tags import TAG
 from .tracing import untraced
-
-# with other arguments than these a model may do more than attend and work token by token
-_PLAIN = {"input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
 
 
 @untraced
@@ -44,11 +39,11 @@ def plan(
     mask, asked, (batch, length) = kwargs.get("attention_mask"), state.asked, inputs.shape[:2]
     is_made = isinstance(mask, dict) or (mask is not None and mask.dim() != 2)
     if is_made and asked is not None and asked.size == (batch, length):  # by generate()
-        state.plan(asked.mask, batch, length, asked.dense)
+        state.plan(asked.mask, batch, length, asked.dense, writes_pending=True)
     else:
         # attention follows a dense mask that others make: columns are kept as they are, padding included
         dense = is_made or not patch.switches
-        state.plan(None if dense else mask, batch, length, dense)
+        state.plan(None if dense else mask, batch, length, dense, writes_pending=True)
     if state.query_length == 1:
         return patch.compiled if patch.compiled is not None and cache.is_compileable else call
     if _can_pack(cache, patch.cache_name, kwargs) and patch.watch.row_watchers() is None:
@@ -79,19 +74,10 @@ def make_traceable(model: Any, cache: PagedCache, kwargs: dict[str, Any]) -> Non
 
 def _can_pack(cache: PagedCache, cache_name: str, kwargs: dict[str, Any]) -> bool:
     """generate()'s prefill of a model whose layers all read blocks, with something to leave out."""
-    ids, positions, mask = kwargs.get("input_ids"), kwargs.get("position_ids"), kwargs.get("attention_mask")
-    given = {name for name, value in kwargs.items() if value is not None and value is not False}
-    markers = list(mask.values()) if isinstance(mask, dict) else [mask]
     return (
-        given <= _PLAIN | {cache_name}
-        and all(type(layer) is PagedLayer for layer in cache.layers)
-        and cache.is_compileable
-        and ids is not None
-        and isinstance(positions, Tensor)
-        and positions.dim() == 2
+        reads_blocks_only(cache, cache_name, kwargs)
+        and kwargs["position_ids"].dim() == 2
         and kwargs.get("logits_to_keep") == 1
-        and all(hasattr(marker, TAG) for marker in markers)
-        and cache.state.is_pending
         and cache.state.can_pack
     )
 

@@ -66,7 +66,7 @@ class PagedState:
         self._steps: dict[tuple[int, torch.device], Step] = {}
         self._owner = object()
         self._batch = 0
-        self._dense = False
+        self._appends = self._dense = False
         self._packing: Packing | None = None
         self.has_encoder = False  # its model is an encoder-decoder
         self.is_asked = False  # for the sizes of a mask, since the last plan
@@ -81,7 +81,8 @@ class PagedState:
     @property
     def _is_unfinished(self) -> bool:
         """Some layer has not written the keys of the planned forward."""
-        return self.query_length > 0 and not all(layer.done for layer in self.layers if layer.spec is not None)
+        written = (layer.done and layer.pending is None for layer in self.layers if layer.spec is not None)
+        return self.query_length > 0 and not all(written)
 
     @property
     def batch(self) -> int:
@@ -137,12 +138,20 @@ class PagedState:
             self.plan(None, batch, query_length, dense=True)
 
     @untraced
-    def plan(self, attention_mask: Tensor | None, batch: int, query_length: int, dense: bool = False) -> None:
+    def plan(
+        self,
+        attention_mask: Tensor | None,
+        batch: int,
+        query_length: int,
+        dense: bool = False,
+        writes_pending: bool = False,
+    ) -> None:
         """Give the next ``query_length`` columns their slots and fill the steps.
 
         Args:
             attention_mask: [B, columns], true for real tokens, the columns before included; None: all are real.
             dense: see :class:`Step`.
+            writes_pending: the caller calls :meth:`write_pending` behind the forward, which keys may wait for.
 
         Raises:
             ValueError: there are no columns, or the mask or the batch does not continue what the cache holds.
@@ -157,10 +166,11 @@ class PagedState:
         self._grow(attention_mask, batch, query_length)
         self._batch, self.query_length, self._dense = batch, query_length, dense
         self.forward_length = query_length
+        self._appends = writes_pending and self._packing is None
         for (group, device), step in self._steps.items():
             self._fill_step(step, group, device)
         for layer in self.layers:
-            layer.done = False
+            layer.done, layer.pending = False, None
             if layer.step is None and layer.spec is not None:
                 layer.attach()
         if self._packing is None and self.rows is not None:
@@ -185,6 +195,22 @@ class PagedState:
         self._valid.append(valid)
         is_packed = query_length > 1 or not valid.all()
         self._packing = Packing(rows, valid, starts, held) if is_packed else None
+
+    def end(self) -> None:
+        """Every layer has written the planned forward's keys: a graph was replayed in its place."""
+        for layer in self.layers:
+            layer.done, layer.pending = True, None
+
+    def begin_again(self) -> None:
+        """No layer has written the planned forward's keys: it was only captured."""
+        for layer in self.layers:
+            layer.done, layer.pending = False, None
+
+    @untraced
+    def write_pending(self) -> None:
+        """Write what the attention of the forward that has just run did not."""
+        for layer in self.layers:
+            layer.write_pending()
 
     @property
     def can_pack(self) -> bool:
@@ -322,7 +348,7 @@ class PagedState:
         self.rows, self._valid, self._steps = None, [], {}
         self.columns = self.query_length = 0
         for layer in self.layers:
-            layer.step = None
+            layer.step = layer.pending = None
 
     def _set_dense(self, dense: bool) -> None:
         self._dense = dense
@@ -330,7 +356,7 @@ class PagedState:
             step.dense = dense
 
     def _fill_step(self, step: Step, group: int, device: torch.device) -> None:
-        step.dense, step.query_length = self._dense, self.forward_length
+        step.appends, step.dense, step.query_length = self._appends, self._dense, self.forward_length
         if self._packing is not None:
             self._packing.fill(step, group, device)
             return

@@ -17,6 +17,7 @@ class Step:
         slot_mapping: [B*L] int64. block_table: [S, W] int32 and seq_lens: [S] int32, S sequences.
         cu_seqlens_q: [S+1] int32; None: one query token per sequence.
         order: [B*L] int64, packed token -> query token; None: the packed order is row after row. inverse: its inverse.
+        appends: the keys of a layer are written by its attention, in one op, or by whoever planned the forward.
         dense: attention over gathered keys in this forward, because its mask is more than causal and windowed.
     """
 
@@ -26,6 +27,7 @@ class Step:
     cu_seqlens_q: Tensor | None = None
     order: Tensor | None = None
     inverse: Tensor | None = None
+    appends = False
     dense = False
     query_length = 0
 
