@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from pagedkv.errors import InvalidArgumentError
 from pagedkv.manager import GroupSpec, KVCacheManager
 from pagedkv.manager.groups import Group
 from tests.manager.actions import cache, compute, run
@@ -115,20 +114,3 @@ def test_hits_of_random_caches_against_brute_force():
         expected = max((length for length in range(4, 25, 4) if served(length)), default=0)
         assert manager.match_prefix(range(25)) == expected
         assert compute(manager, "b", range(25)).num_cached_tokens == expected
-
-
-def test_settings_of_groups():
-    with pytest.raises(InvalidArgumentError, match="sliding_window"):
-        KVCacheManager(10, 4, sliding_window=4, groups=[GroupSpec()])
-    with pytest.raises(InvalidArgumentError, match="one block size"):
-        KVCacheManager(10, 4, partial_hits=True, groups=[GroupSpec(), GroupSpec(block_size=2)])
-    for bad in (
-        lambda: GroupSpec("global"),
-        lambda: GroupSpec("sliding"),
-        lambda: GroupSpec("sliding", 0),
-        lambda: GroupSpec("full", 4),
-        lambda: GroupSpec(block_size=0),
-        lambda: KVCacheManager(10, 4, groups=[]),
-    ):
-        with pytest.raises(InvalidArgumentError):
-            bad()

@@ -25,14 +25,14 @@ ROOT = Path(__file__).parents[2]
 REPORT = ROOT / "benchmarks" / "triton_compile_report.md"
 ROWS = [(arch, name) for arch in compile_report.TARGETS for name in compile_report.cases(arch)]
 _RICH = "softcap alibi sinks lse splits"
-_NEAREST = {f"attention {kind} bfloat16 D=128 {_RICH}" for kind in ("decode", "prefill")} | {
-    f"attention {kind} float32 D=256 {_RICH}" for kind in ("decode", "append")
-}
-_CHIPS = ("gfx942", "gfx1100")
+_NEAREST = [f"attention prefill bfloat16 D=128 {_RICH}", f"attention append float32 D=256 {_RICH}"]
+_DECODE = [f"attention decode bfloat16 D=128 {_RICH}", f"attention decode float32 D=256 {_RICH}"]
 SAMPLE = [
     (arch, name)
     for arch, name in ROWS
-    if name in _NEAREST or (arch == "sm_90" and not name.startswith("attention")) or arch in _CHIPS
+    if name in _NEAREST
+    or (arch == "sm_90" and (name in _DECODE or not name.startswith("attention")))
+    or (arch == "gfx942" or (arch == "gfx1100" and name in ("combine bfloat16 D=128", "write_kv bfloat16")))
 ]
 
 
