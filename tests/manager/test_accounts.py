@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,9 @@ def test_stats_of_shared_and_partial_blocks():
     assert (stats.num_preemptions, stats.num_swaps, stats.num_host_blocks, stats.num_used_host_blocks) == (1, 1, 5, 3)
     assert (stats.num_sequences, stats.num_running) == (2, 1)
     assert manager.stats().wasted_bytes is None
+    stats = KVCacheManager(5, 4).stats(100)
+    assert (stats.num_used_blocks, stats.wasted_slots, stats.wasted_percent, stats.wasted_bytes) == (0, 0, 0.0, 0)
+    assert stats.hit_rate == 0.0
 
 
 def test_stats_of_a_block_that_one_owner_has_filled():
@@ -41,12 +45,6 @@ def test_stats_of_a_block_that_one_owner_has_filled():
     manager.fork("a", "b")
     manager.commit("a", 2)  # into slots granted before the fork
     assert manager.stats().wasted_slots == 0
-
-
-def test_stats_of_nothing():
-    stats = KVCacheManager(5, 4).stats(100)
-    assert (stats.num_used_blocks, stats.wasted_slots, stats.wasted_percent, stats.wasted_bytes) == (0, 0, 0.0, 0)
-    assert stats.hit_rate == 0.0
 
 
 def test_stats_of_groups_count_released_blocks_as_free():
@@ -71,13 +69,6 @@ def test_hit_rate_counts_admissions():
     assert manager.stats().hit_rate == 0.0  # the last thousand hit nothing
 
 
-def test_evictions_are_counted():
-    manager = KVCacheManager(5, 4)
-    cache(manager, range(16))
-    compute(manager, "a", range(100, 108))
-    assert manager.stats().num_evictions == 2
-
-
 @pytest.mark.parametrize(("limit", "most"), [(2048, 1.0), (256, 7.0), (64, 22.0)])
 def test_waste_of_a_ragged_load(limit, most):
     """Half a block per sequence: 7.5 of 1,024 tokens on average for lengths up to 2,048."""
@@ -97,27 +88,35 @@ def explained(manager: KVCacheManager, token_ids, **options) -> tuple[str, int |
     manager.add("asked", token_ids, **options)
     waiting = manager.explain("asked")
     assert manager.allocate_slots("asked") is not None
-    running = manager.explain("asked")
-    assert (waiting.reason, waiting.block, waiting.detail) == (running.reason, running.block, running.detail)
-    assert waiting.num_cached_tokens == running.num_cached_tokens
+    assert manager.explain("asked") == waiting
     manager.free("asked")
-    return running.reason, running.block, running.num_cached_tokens
+    return waiting.reason, waiting.block, waiting.num_cached_tokens
 
 
-def test_explain():
+LORA: dict[str, Any] = {"cache_salt": "s", "extra_keys": [("lora", "x")]}
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "options", "expected"),
+    [
+        (range(13), LORA, ("hit", None, 12)),
+        (range(12), LORA, ("hit", None, 8)),
+        (range(3), LORA, ("short", None, 0)),
+        (range(4), LORA, ("short", None, 0)),
+        (12, LORA, ("unknown_tokens", None, 0)),
+        (range(13), {**LORA, "cache_salt": "t"}, ("salt_differs", 0, 0)),
+        (range(13), {"cache_salt": "s"}, ("keys_differ", 0, 0)),
+        ([0, 1, 2, 3, 4, 50, 6, 7, 8], LORA, ("tokens_differ", 1, 4)),
+        ([50, 60, 70, 80, 90], LORA, ("never_committed", 0, 0)),
+        (range(20), LORA, ("never_committed", 3, 12)),
+        (range(100, 113), {"extra_keys": [("image", "dog", 5, 8)]}, ("keys_differ", 1, 4)),
+    ],
+)
+def test_explain(token_ids, options, expected):
     manager = KVCacheManager(40, 4)
-    cache(manager, range(12), cache_salt="s", extra_keys=[("lora", "x")])
-    same = {"cache_salt": "s", "extra_keys": [("lora", "x")]}
-    assert explained(manager, range(13), **same) == ("hit", None, 12)
-    assert explained(manager, range(12), **same) == ("hit", None, 8)
-    assert explained(manager, range(3), **same) == ("short", None, 0)
-    assert explained(manager, range(4), **same) == ("short", None, 0)
-    assert explained(manager, 12) == ("unknown_tokens", None, 0)
-    assert explained(manager, range(13), cache_salt="t", extra_keys=[("lora", "x")]) == ("salt_differs", 0, 0)
-    assert explained(manager, range(13), cache_salt="s") == ("keys_differ", 0, 0)
-    assert explained(manager, [0, 1, 2, 3, 4, 50, 6, 7, 8], **same) == ("tokens_differ", 1, 4)
-    assert explained(manager, [50, 60, 70, 80, 90]) == ("never_committed", 0, 0)
-    assert explained(manager, range(20), **same) == ("never_committed", 3, 12)
+    cache(manager, range(12), **LORA)
+    cache(manager, range(100, 112), extra_keys=[("image", "cat", 5, 8)])
+    assert explained(manager, token_ids, **options) == expected
 
 
 def test_explain_names_the_first_token_that_differs():
@@ -127,38 +126,21 @@ def test_explain_names_the_first_token_that_differs():
     assert manager.explain("a").detail == "token 6 is 60, the nearest cached block has 6"
 
 
-def test_explain_names_the_block_whose_image_differs():
-    manager = KVCacheManager(40, 4)
-    cache(manager, range(12), extra_keys=[("image", "cat", 5, 8)])
-    manager.add("a", range(13), extra_keys=[("image", "dog", 5, 8)])
-    found = manager.explain("a")
-    assert (found.reason, found.block, found.num_cached_tokens) == ("keys_differ", 1, 4)
-
-
-def test_explain_eviction():
-    manager = KVCacheManager(5, 4)
-    cache(manager, range(16))
-    compute(manager, "other", [50] * 4)
-    manager.add("a", range(17))
-    assert (manager.explain("a").reason, manager.explain("a").block) == ("evicted", 3)
-
-
-def test_explain_what_another_sequence_had_not_committed():
+def test_explain_what_is_not_there():
     manager = KVCacheManager(40, 4)
     manager.add("first", range(9))
     manager.allocate_slots("first")
     compute(manager, "second", range(9))
     manager.commit("first", 9)
-    found = manager.explain("second")
+    found = manager.explain("second")  # as it was when it was looked up
     assert (found.reason, found.block) == ("never_committed", 0)
-
-
-def test_explain_without_prefix_caching():
-    manager = KVCacheManager(40, 4, enable_prefix_caching=False)
-    assert explained(manager, range(9)) == ("disabled", None, 0)
-
-
-def test_explain_a_window():
+    assert explained(KVCacheManager(40, 4, enable_prefix_caching=False), range(9)) == ("disabled", None, 0)
+    manager = KVCacheManager(5, 4)
+    cache(manager, range(16))
+    compute(manager, "other", [50] * 4)
+    manager.add("a", range(17))
+    assert (manager.explain("a").reason, manager.explain("a").block) == ("evicted", 3)
+    assert manager.stats().num_evictions == 1
     manager = KVCacheManager(40, 2, sliding_window=4)
     manager.add("a", range(8))
     blocks = [run(manager, "a", 2).new_block_ids[0] for _ in range(4)]

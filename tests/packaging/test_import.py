@@ -29,12 +29,16 @@ def use(pagedkv_ops):
 PATHS = os.pathsep.join([str(PACKAGE.parent), str(Path(pagedkv.__file__).parents[1])])
 
 
-def python(code: str, **environment: str) -> str:
-    """Standard output of ``code`` in a fresh interpreter."""
+def run(*arguments: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter."""
     env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), **environment}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 or not check, done.stderr
+    return done
+
+
+def python(code: str, **environment: str) -> str:
+    return run("-c", code, **environment).stdout
 
 
 def test_loads_no_module_but_its_own_beyond_torch():
@@ -118,12 +122,12 @@ assert pagedkv.__version__ != "" and not hasattr(pagedkv, "transformers") and no
     python(code, PYTHONPATH=PATHS)
 
 
-def test_reload_and_second_import_keep_the_ops():
-    """Once reloaded, once with every module forgotten: the first registration stays, everything works."""
+def test_second_imports_keep_the_ops():
+    """Reloaded, with every module forgotten, and under another name, as when a copy lies on the path too."""
     python(
         USE
-        + """
-import importlib, sys
+        + f"""
+import importlib, importlib.util, sys
 import pagedkv_ops
 first = torch.ops.pagedkv.write_kv.default
 use(importlib.reload(pagedkv_ops))
@@ -131,39 +135,26 @@ for name in [n for n in sys.modules if n.startswith("pagedkv_ops")]:
     del sys.modules[name]
 again = importlib.import_module("pagedkv_ops")
 assert again is not pagedkv_ops
-use(again); use(pagedkv_ops)
-assert torch.ops.pagedkv.write_kv.default is first
-assert again.backends() == pagedkv_ops.backends()
-"""
-    )
-
-
-def test_import_under_two_paths():
-    """The package under its name and under another one, as when a copy lies on the path too."""
-    python(
-        USE
-        + f"""
-import importlib.util, sys
-import pagedkv_ops
 spec = importlib.util.spec_from_file_location(
     "other_ops", {str(PACKAGE / "__init__.py")!r}, submodule_search_locations=[{str(PACKAGE)!r}]
 )
 other = importlib.util.module_from_spec(spec)
 sys.modules["other_ops"] = other
 spec.loader.exec_module(other)
-use(pagedkv_ops); use(other)
-assert other.backends() == pagedkv_ops.backends()
+for module in (again, pagedkv_ops, other):
+    use(module)
+    assert module.backends() == pagedkv_ops.backends()
+assert torch.ops.pagedkv.write_kv.default is first
 """
     )
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_child_process(method, tmp_path):
-    """A script whose child uses the ops, after the parent has."""
+def test_child_processes(tmp_path):
+    """A script whose children use the ops, after the parent has."""
     script = tmp_path / "script.py"
     script.write_text(
         USE
-        + f"""
+        + """
 import multiprocessing
 import pagedkv_ops
 
@@ -173,25 +164,18 @@ def child():
 if __name__ == "__main__":
     torch.set_num_threads(1)  # a forked child has none of its parent's threads
     use(pagedkv_ops)
-    process = multiprocessing.get_context({method!r}).Process(target=child)
-    process.start(); process.join()
-    assert process.exitcode == 0, process.exitcode
+    for method in ("spawn", "fork"):
+        process = multiprocessing.get_context(method).Process(target=child)
+        process.start(); process.join()
+        assert process.exitcode == 0, (method, process.exitcode)
 """
     )
-    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
-WITHOUT_TRITON = """
-import sys
-sys.modules["triton"] = None  # as if it were not installed
-"""
+    run(str(script))
 
 
 def test_without_triton_the_cpu_ops_work_and_the_cuda_backend_names_what_is_missing():
     out = python(
-        WITHOUT_TRITON
+        "import sys; sys.modules['triton'] = None  # as if it were not installed\n"
         + USE
         + """
 import pagedkv_ops
@@ -225,12 +209,13 @@ def test_missing_extension_says_how_to_build_it(tmp_path):
     for source in PACKAGE.glob("*.py"):
         (tmp_path / "pagedkv_ops").mkdir(exist_ok=True)
         (tmp_path / "pagedkv_ops" / source.name).write_text(source.read_text())
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    env.pop("PAGEDKV_CPU", None)
-    done = subprocess.run(
-        [sys.executable, "-c", "import pagedkv_ops; print(pagedkv_ops.__file__)"],
-        env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path,
-    )  # fmt: skip
+    done = run(
+        "-c",
+        "import sys; del sys.path[0]; import pagedkv_ops",
+        check=False,
+        PYTHONPATH=str(tmp_path),
+        PAGEDKV_CPU="c++",
+    )
     assert done.returncode != 0
     assert "the compiled extension _C.abi3.so is missing; build it with `pip install" in done.stderr
 
@@ -243,9 +228,5 @@ def test_reference_backend_can_be_asked_for():
 
 
 def test_unknown_backend_is_an_error():
-    done = subprocess.run(
-        [sys.executable, "-c", "import pagedkv_ops"],
-        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent), "PAGEDKV_CPU": "fast"},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = run("-c", "import pagedkv_ops", check=False, PAGEDKV_CPU="fast")
     assert "PAGEDKV_CPU must be c++ or reference, got fast" in done.stderr
