@@ -38,7 +38,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_sliding = sliding_window is not None
         self.mode = UNDECIDED
         self.done = False  # took part in the planned forward
-        self.pending: tuple[Tensor, Tensor] | None = None  # keys and values that its attention shall write
+        self.pending: tuple[Tensor, Tensor] | None = None  # keys and values that are not written yet
         self.record_past = False
         self.state: PagedState
         self.group = self.row = 0
@@ -71,11 +71,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             PagedLayer.lazy_initialization(self, key_states, value_states)
         step = self.step
         assert step is not None
+        self.pending = key_states, value_states
         self.done = True
-        if step.appends and self.mode == PAGED and not step.dense:
-            self.pending = key_states, value_states
-        else:
-            self.write(key_states, value_states)
+        if not step.appends or self.mode != PAGED or step.dense:
+            self.write_pending()
         first = self.mode == UNDECIDED and self.state.columns == 0
         if step.dense or not (first or self.mode == PAGED):
             if self.mode == UNDECIDED and not first:
@@ -85,17 +84,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         setattr(value_states, TAG, self)
         return key_states, value_states
 
-    def write(self, key_states: Tensor, value_states: Tensor) -> None:
-        assert self.step is not None
-        pagedkv_ops.write_kv(
-            _tokens(key_states), _tokens(value_states), self.key_cache, self.value_cache, self.step.slot_mapping
-        )
-
     def write_pending(self) -> None:
         """Write the keys that no attention has taken."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            self.write(*pending)
+        if self.pending is not None:
+            assert self.step is not None
+            key, value = map(_tokens, self.pending)
+            pagedkv_ops.write_kv(key, value, self.key_cache, self.value_cache, self.step.slot_mapping)
+            self.pending = None
 
     def reads(self, indices: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Block table [S, W], lengths [S] and query offsets [S+1] of a forward with these arguments."""
@@ -110,10 +105,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         packed, caches = _tokens(query), (self.key_cache, self.value_cache)
         table, lengths, offsets = self.reads(indices)
         if self.pending is not None and self.pending[0] is key and self.pending[1] is value:
-            self.pending = None
             out = pagedkv_ops.paged_attention_append(
                 packed, _tokens(key), _tokens(value), *caches, step.slot_mapping, table, lengths, offsets, **options
             )
+            self.pending = None
             return out.view(batch, length, num_heads, -1)
         self.write_pending()
         if length != step.query_length:

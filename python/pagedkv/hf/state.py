@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, OutOfBlocksError
 from .identity import Identity
 from .kv_pool import Pool
 from .rows import Ints, Rows
@@ -163,6 +163,7 @@ class PagedState:
         if self.is_pending:  # no layer took part in the last one
             self.rollback(self.query_length)
         self._advance(failed=self._is_unfinished)
+        failed = self._failed
         self._grow(attention_mask, batch, query_length)
         self._batch, self.query_length, self._dense = batch, query_length, dense
         self.forward_length = query_length
@@ -173,6 +174,7 @@ class PagedState:
             layer.done, layer.pending = False, None
             if layer.step is None and layer.spec is not None:
                 layer.attach()
+        self._failed = failed
         if self._packing is None and self.rows is not None:
             self.rows.changed.clear()
 
@@ -189,7 +191,13 @@ class PagedState:
             getattr(layer, "record_past", False) and layer.is_sliding for layer in self.layers
         )
         starts = rows.lengths.copy()
-        held = rows.grow(valid.sum(1), _real_ids(ids, valid) if self.identity is not None else None)
+        tokens = _real_ids(ids, valid) if self.identity is not None else None
+        failed, self._failed = self._failed, True  # until the layers tell what is written
+        try:
+            held = rows.grow(valid.sum(1), tokens)
+        except OutOfBlocksError:  # nothing was changed
+            self._failed = failed
+            raise
         self.pool.fit_tables(max(len(ids) for blocks in rows.blocks for ids in blocks))
         self.pool.apply_moves()
         self._valid.append(valid)
