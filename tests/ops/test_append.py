@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -47,20 +45,6 @@ def test_equals_write_then_attend_bitwise(run, dtype):
     pagedkv_ops.write_kv(key, value, key_cache, value_cache, slots)
     separate = pagedkv_ops.paged_attention(query, key_cache, value_cache, *rest)
     torch.testing.assert_close(fused, separate, rtol=0, atol=0)
-
-
-def test_metadata_shorter_than_the_batch(run):
-    """Four rows, three slots; row 3 has length 0 and a table of padding: zero, and nothing of it is written."""
-    key_cache = torch.full((2, 4, 1, 2), math.nan)
-    value_cache = key_cache.clone()
-    new = torch.tensor([1.0, 2.0, 3.0, 99.0])[:, None, None].expand(4, 1, 2).contiguous()
-    table, lengths = torch.tensor([[0], [1], [1], [-1]]), torch.tensor([1, 1, 2, 0])
-    slots = torch.tensor([0, 4, 5])
-    zeros = torch.zeros(4, 1, 2)
-    out = run(pagedkv_ops.paged_attention_append, zeros, new, new, key_cache, value_cache, slots, table, lengths)
-    assert out[:, 0, 0].tolist() == pytest.approx([1.0, 2.0, 2.5, 0.0])
-    assert out[3].tolist() == [[0.0, 0.0]]
-    assert int((~torch.isnan(key_cache[..., 0])).sum()) == 3
 
 
 def test_appending_token_by_token_equals_one_prefill():

@@ -141,16 +141,29 @@ def about(*values: float) -> Any:
     return pytest.approx(list(values), rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize("fill", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_poisoned_tail(run, fill, dtype):
-    out, lse = probe(run, mean_probe(13, 4, fill=fill, dtype=dtype))
-    assert out == about(6.0)
-    assert lse == about(math.log(13))
+POISONS = [(fill, dtype) for fill in (math.nan, math.inf, -math.inf) for dtype in FLOATS]
+BOTH_SIDES = {"causal": False, "window_left": 0, "window_right": 1}
 
 
-def test_zero_tail_does_not_dilute_a_full_mask(run):
-    assert probe(run, mean_probe(5, 4, fill=0.0), causal=False)[0] == about(2.0)  # 1.25 if the tail of three counted
+@pytest.mark.parametrize(
+    ("length", "shape", "options", "means"),
+    [
+        *((13, {"fill": fill, "dtype": dtype}, {}, [6.0]) for fill, dtype in POISONS),  # poisoned tail
+        (5, {"fill": 0.0}, {"causal": False}, [2.0]),  # 1.25 if the tail of three zeros counted
+        (5, {"num_queries": 2}, {}, [1.5, 2.0]),
+        (6, {}, {"window_left": 2}, [4.0]),  # as a sliding_window of 3, which counts the token itself
+        (6, {}, {"window_left": 0}, [5.0]),
+        (6, {}, {"window_left": 5}, [2.5]),
+        (6, {}, {"window_left": 99}, [2.5]),
+        (6, {"num_queries": 3}, {"causal": False, "window_right": 1}, [2.0, 2.5, 2.5]),  # it is inclusive
+        (6, {"num_queries": 3}, BOTH_SIDES, [3.5, 4.5, 5.0]),
+    ],
+)
+def test_mean_of_the_visible_positions(run, length, shape, options, means):
+    out, lse = probe(run, mean_probe(length, 4, **shape), **options)
+    assert out == about(*means)
+    if not options:
+        assert lse == about(*(math.log(length - len(means) + 1 + row) for row in range(len(means))))
 
 
 def test_rows_that_see_nothing(run):
@@ -163,10 +176,6 @@ def test_rows_that_see_nothing(run):
     assert lse == about(-math.inf, -math.inf, 0.0, math.log(2))
 
 
-def test_two_query_rows(run):
-    assert probe(run, mean_probe(5, 4, num_queries=2))[0] == about(1.5, 2.0)
-
-
 @pytest.mark.parametrize("sink", [False, True])
 def test_sequence_of_length_zero(run, sink):
     case = make_case(query_lens=(1, 1), seq_lens=(0, 3), heads=(2, 1))
@@ -177,51 +186,32 @@ def test_sequence_of_length_zero(run, sink):
     assert torch.isfinite(out).all()
 
 
-def _two_keys(logits: tuple[float, ...], values: tuple[float, ...], block_size: int = 4) -> Case:
-    """One query [1] of head size 1 over keys ``logits`` and values ``values``."""
-    case = make_case(query_lens=(1,), seq_lens=(len(logits),), heads=(1, 1), head_size=1, block_size=block_size)
+KEYS = {  # a query of 1 over keys and values, all of one element: the output, and the lse where it tells more
+    "softcap": ((0.0, 2.0), (0.0, 1.0), {"softcap": 1.0}, 0.7239, None),
+    "no softcap": ((0.0, 2.0), (0.0, 1.0), {}, 0.8808, None),
+    "softcap keeps a masked key at weight 0": (
+        (900.0, 1.0, 1.0),
+        (1000.0, 3.0, 5.0),
+        {"softcap": 1.0, "window_left": 1},
+        4.0,
+        None,
+    ),
+    "softcap of a huge score": ((5000.0, -5000.0), (7.0, 1.0), {"softcap": 50.0}, 7.0, 50.0),
+    "huge logits do not overflow": ((3e4, 3e4, -3e4), (1.0, 2.0, 9.0), {}, 1.5, 3e4 + math.log(2)),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_few_keys(run, name):
+    logits, values, options, expected, expected_lse = KEYS[name]
+    case = make_case(query_lens=(1,), seq_lens=(len(logits),), heads=(1, 1), head_size=1)
     case.query.fill_(1.0)
     for slot, key, value in zip(case.slots(0, range(len(logits))), logits, values, strict=True):
-        case.key_cache[slot // block_size, slot % block_size] = key
-        case.value_cache[slot // block_size, slot % block_size] = value
-    return case
-
-
-def test_softcap(run):
-    case = _two_keys((0.0, 2.0), (0.0, 1.0))
-    assert run(pagedkv_ops.paged_attention, *case.args, softcap=1.0).item() == pytest.approx(0.7239, abs=5e-5)
-    assert run(pagedkv_ops.paged_attention, *case.args).item() == pytest.approx(0.8808, abs=5e-5)
-
-
-def test_softcap_keeps_a_masked_key_at_zero_weight(run):
-    case = _two_keys((900.0, 1.0, 1.0), (1000.0, 3.0, 5.0))  # the window hides the first key
-    assert run(pagedkv_ops.paged_attention, *case.args, softcap=1.0, window_left=1).item() == pytest.approx(4.0)
-
-
-def test_softcap_of_a_huge_score_is_finite(run):
-    case = _two_keys((5000.0, -5000.0), (7.0, 1.0))
-    out, lse = run(pagedkv_ops.paged_attention_with_lse, *case.args, softcap=50.0)
-    assert out.item() == 7.0
-    assert lse.item() == 50.0
-
-
-def test_huge_logits_do_not_overflow(run):
-    case = _two_keys((3e4, 3e4, -3e4), (1.0, 2.0, 9.0))
-    out, lse = run(pagedkv_ops.paged_attention_with_lse, *case.args)
-    assert out.item() == 1.5
-    assert lse.item() == pytest.approx(3e4 + math.log(2))
-
-
-@pytest.mark.parametrize(("sliding_window", "mean"), [(3, 4.0), (1, 5.0), (6, 2.5), (100, 2.5)])
-def test_window_counts_the_token_itself(run, sliding_window, mean):
-    """A transformers sliding_window of n is window_left = n - 1."""
-    assert probe(run, mean_probe(6, 4), window_left=sliding_window - 1)[0] == about(mean)
-
-
-def test_right_window_is_inclusive(run):
-    case = mean_probe(6, 4, num_queries=3)
-    assert probe(run, case, causal=False, window_right=1)[0] == about(2.0, 2.5, 2.5)
-    assert probe(run, case, causal=False, window_left=0, window_right=1)[0] == about(3.5, 4.5, 5.0)
+        case.key_cache[slot // 4, slot % 4], case.value_cache[slot // 4, slot % 4] = key, value
+    out, lse = run(pagedkv_ops.paged_attention_with_lse, *case.args, **options)
+    assert out.item() == pytest.approx(expected, abs=5e-5)
+    if expected_lse is not None:
+        assert lse.item() == pytest.approx(expected_lse)
 
 
 @pytest.mark.parametrize(("length", "mean"), [(16, 7.5), (15, 7.0), (17, 8.0), (32, 15.5)])
@@ -253,10 +243,9 @@ def test_scale_and_its_default():
     case = make_case(query_lens=(3,), seq_lens=(8,))
     default = pagedkv_ops.paged_attention(*case.args)
     torch.testing.assert_close(pagedkv_ops.paged_attention(*case.args, scale=16**-0.5), default, rtol=0, atol=0)
-    case.options = {"scale": 0.7}
-    assert_attention(case, pagedkv_ops.paged_attention_with_lse)
-    case.options = {"scale": -0.1}
-    assert_attention(case, pagedkv_ops.paged_attention_with_lse)
+    for scale in (0.7, -0.1):
+        case.options = {"scale": scale}
+        assert_attention(case, pagedkv_ops.paged_attention_with_lse)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

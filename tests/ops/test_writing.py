@@ -86,17 +86,13 @@ def test_grid_equals_indexing(write, row):
 @given(
     num_tokens=st.integers(0, 40),
     num_slots_missing=st.integers(0, 5),
-    block_size=st.integers(1, 9),
-    num_kv_heads=st.integers(1, 6),
-    head_size=st.integers(1, 70),
-    v_head_size=st.integers(1, 70),
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 6), st.integers(1, 70), st.integers(1, 70)),
     cache_dtype=st.sampled_from(FLOATS),
     seed=st.integers(0, 99),
 )
-def test_any_shape_equals_indexing(
-    num_tokens, num_slots_missing, block_size, num_kv_heads, head_size, v_head_size, cache_dtype, seed
-):
-    caches = make_caches(num_tokens + 1, block_size, num_kv_heads, head_size, v_head_size, cache_dtype)
+def test_any_shape_equals_indexing(num_tokens, num_slots_missing, shape, cache_dtype, seed):
+    block_size, num_kv_heads, head_size, v_head_size = shape
+    caches = make_caches(num_tokens + 1, *shape, cache_dtype)
     slots = random_slots((num_tokens + 1) * block_size, max(0, num_tokens - num_slots_missing), padding=0.3, seed=seed)
     key = tokens(num_tokens, num_kv_heads, head_size, torch.float32, seed)
     value = tokens(num_tokens, num_kv_heads, v_head_size, torch.bfloat16, seed + 1)
@@ -113,10 +109,11 @@ def filled(num_blocks: int, block_size: int, value: float, dtype: torch.dtype = 
 
 
 @pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
-def test_padding_slots_write_nothing(run, index_dtype):
+def test_negative_slots_are_padding(run, index_dtype):
     key_cache, value_cache = filled(3, 4, 7.0)
-    new = rows(1.0, 2.0, 3.0)
-    run(pagedkv_ops.write_kv, new, new, key_cache, value_cache, torch.tensor([5, -1, -1], dtype=index_dtype))
+    new = rows(1.0, 2.0, 3.0, 4.0)
+    slots = torch.tensor([5, -1, -2, torch.iinfo(index_dtype).min], dtype=index_dtype)
+    run(pagedkv_ops.write_kv, new, new, key_cache, value_cache, slots)
     for cache in (key_cache, value_cache):
         assert cache.flatten(0, 1)[:, 0, 0].tolist() == [7.0] * 5 + [1.0] + [7.0] * 6
 
@@ -127,13 +124,6 @@ def test_slot_past_the_cache_raises_and_writes_nothing(run):
         run(pagedkv_ops.write_kv, rows(1.0, 2.0), rows(1.0, 2.0), key_cache, value_cache, torch.tensor([5, 12]))
     assert (key_cache == 7.0).all()
     assert (value_cache == 7.0).all()
-
-
-@pytest.mark.parametrize("slot", [-1, -2, -(2**31), -(2**62)])
-def test_every_negative_slot_is_padding(slot):
-    key_cache, value_cache = filled(1, 2, 7.0)
-    pagedkv_ops.write_kv(rows(1.0), rows(1.0), key_cache, value_cache, torch.tensor([slot]))
-    assert (key_cache == 7.0).all()
 
 
 def test_bfloat16_into_float16_keeps_the_number(run):
@@ -169,15 +159,23 @@ def test_special_values_are_cast_like_torch_does(dtype, cache_dtype):
         assert torch.equal(torch.signbit(written[number]), torch.signbit(expected[number]))
 
 
-def test_metadata_shorter_than_the_batch(run):
-    """Four rows, three slots; row 3 has length 0 and a table of padding."""
+def write_and_attend(key, value, key_cache, value_cache, slots, *rest):
+    pagedkv_ops.write_kv(key, value, key_cache, value_cache, slots)
+    return pagedkv_ops.paged_attention(torch.zeros_like(key), key_cache, value_cache, *rest)
+
+
+def append(key, *args):
+    return pagedkv_ops.paged_attention_append(torch.zeros_like(key), key, *args)
+
+
+@pytest.mark.parametrize("step", [write_and_attend, append])
+def test_metadata_shorter_than_the_batch(run, step):
+    """Four rows, three slots; row 3 has length 0 and a table of padding: zero, and nothing of it is written."""
     key_cache, value_cache = filled(2, 4, math.nan)
     new = rows(1.0, 2.0, 3.0, 99.0)
-    run(pagedkv_ops.write_kv, new, new, key_cache, value_cache, torch.tensor([0, 4, 5]))
+    table, lengths = torch.tensor([[0], [1], [1], [-1]]), torch.tensor([1, 1, 2, 0])
+    out = run(step, new, new, key_cache, value_cache, torch.tensor([0, 4, 5]), table, lengths)
     assert torch.nonzero(~torch.isnan(key_cache.flatten(0, 1)[:, 0, 0])).flatten().tolist() == [0, 4, 5]
-    query = torch.zeros(4, 1, 2)
-    table = torch.tensor([[0], [1], [1], [-1]])
-    out = run(pagedkv_ops.paged_attention, query, key_cache, value_cache, table, torch.tensor([1, 1, 2, 0]))
     assert out[:, 0, 0].tolist() == pytest.approx([1.0, 2.0, 2.5, 0.0], rel=1e-6)
     assert out[3].tolist() == [[0.0, 0.0]]
 
