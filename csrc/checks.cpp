@@ -18,21 +18,23 @@ std::string float_text(double x) {
   return text.find_first_of(".e") == std::string::npos ? text + ".0" : text;
 }
 
-void rank(const char* op, const char* argument, const TensorView& t, int64_t dim, const char* shape) {
-  PAGEDKV_EXPECT(op, t.dim == dim, argument, std::string("be ") + shape, sizes_text(t.sizes, t.dim));
+enum class Kind { kFloat, kCache, kIndex, kLse };
+
+bool is(Kind kind, const TensorView& t) {
+  return kind == Kind::kIndex ? t.is_index() : kind == Kind::kLse ? t.dtype == float32_dtype() : t.is_float();
 }
 
-void is_float(const char* op, const char* argument, const TensorView& t) {
-  PAGEDKV_EXPECT(op, t.is_float(), argument, "be float32, float16 or bfloat16", dtype_name(t.dtype));
-}
-
-void is_cache(const char* op, const char* argument, const TensorView& t) {
-  PAGEDKV_EXPECT(op, t.is_float(), argument,
-                 "be float32, float16 or bfloat16 (int8 and float8 caches are not supported yet)", dtype_name(t.dtype));
-}
-
-void is_index(const char* op, const char* argument, const TensorView& t) {
-  PAGEDKV_EXPECT(op, t.is_index(), argument, "be int32 or int64", dtype_name(t.dtype));
+const char* types_text(Kind kind) {
+  switch (kind) {
+    case Kind::kFloat:
+      return "be float32, float16 or bfloat16";
+    case Kind::kCache:
+      return "be float32, float16 or bfloat16 (int8 and float8 caches are not supported yet)";
+    case Kind::kIndex:
+      return "be int32 or int64";
+    default:
+      return "be float32";
+  }
 }
 
 void same_dtype(const char* op, const char* argument, const TensorView& t, const TensorView& like,
@@ -46,19 +48,40 @@ void on_cpu(const char* op, const char* argument, const TensorView& t, const cha
   PAGEDKV_EXPECT(op, is_cpu(*t.tensor), argument, std::string("be on cpu like ") + like_name, device_name(*t.tensor));
 }
 
+TensorView of_rank(const char* op, const char* argument, const Tensor& tensor, int64_t dim, const char* shape) {
+  const TensorView t = given(op, argument, tensor);
+  PAGEDKV_EXPECT(op, t.dim == dim, argument, std::string("be ") + shape, sizes_text(t.sizes, t.dim));
+  return t;
+}
+
 void last_contiguous(const char* op, const char* argument, const TensorView& t) {
-  PAGEDKV_EXPECT(op, t.stride(t.dim - 1) == 1 || t.size(t.dim - 1) <= 1, argument, "have a contiguous last dimension",
-                 "strides " + sizes_text(t.strides, t.dim));
+  PAGEDKV_EXPECT(op, t.dim <= 2 || t.stride(t.dim - 1) == 1 || t.size(t.dim - 1) <= 1, argument,
+                 "have a contiguous last dimension", "strides " + sizes_text(t.strides, t.dim));
+}
+
+// Rank, type, device (that of like_name, if there is one) and contiguous rows of heads.
+TensorView checked(const char* op, const char* argument, const Tensor& tensor, int64_t dim, const char* shape,
+                   Kind kind, const char* like_name = nullptr) {
+  const TensorView t = of_rank(op, argument, tensor, dim, shape);
+  PAGEDKV_EXPECT(op, is(kind, t), argument, types_text(kind), dtype_name(t.dtype));
+  if (like_name) on_cpu(op, argument, t, like_name);
+  last_contiguous(op, argument, t);
+  return t;
+}
+
+// The same with the type of `like`.
+TensorView checked_like(const char* op, const char* argument, const Tensor& tensor, const char* shape,
+                        const TensorView& like, const char* like_name) {
+  const TensorView t = of_rank(op, argument, tensor, like.dim, shape);
+  same_dtype(op, argument, t, like, like_name);
+  on_cpu(op, argument, t, like_name);
+  last_contiguous(op, argument, t);
+  return t;
 }
 
 void like_sizes(const char* op, const char* argument, const TensorView& t, const TensorView& like,
                 const char* like_name, int64_t begin, int64_t end) {
-  for (int64_t d = begin; d < end; ++d) {
-    if (t.size(d) != like.size(d)) {
-      check_size(op, argument, t, d, like.size(d),
-                 (std::string(like_name) + ".size(" + std::to_string(d) + ")").c_str());
-    }
-  }
+  for (int64_t d = begin; d < end; ++d) check_size(op, argument, t, d, like, like_name, d);
 }
 
 // Views by expand may be longer than 64-bit arithmetic on positions can bear.
@@ -67,12 +90,8 @@ void block_size(const char* op, const char* argument, const TensorView& cache) {
                  "be in 1..2147483647 (block_size)", std::to_string(cache.size(1)));
 }
 
-void check_query(const char* op, const TensorView& q, const TensorView& k) {
-  rank(op, "query", q, 3, "[num_tokens, num_heads, head_size]");
-  is_float(op, "query", q);
-  on_cpu(op, "query", q, "key_cache");
-  last_contiguous(op, "query", q);
-  check_size(op, "query", q, 2, k.size(3), "key_cache.size(3)");
+void check_query_sizes(const char* op, const TensorView& q, const TensorView& k) {
+  check_size(op, "query", q, 2, k, "key_cache", 3);
   PAGEDKV_EXPECT(op, k.size(2) >= 1, "key_cache.size(2)", "be at least 1 (num_kv_heads)", std::to_string(k.size(2)));
   PAGEDKV_EXPECT(op, k.size(3) >= 1, "key_cache.size(3)", "be at least 1 (head_size)", std::to_string(k.size(3)));
   PAGEDKV_EXPECT(op, q.size(1) % k.size(2) == 0, "query.size(1)",
@@ -92,11 +111,8 @@ void check_options(const char* op, const AttentionCall& call) {
 std::optional<TensorView> head_vector(const char* op, const char* argument, const MaybeTensor& tensor,
                                       const TensorView& query) {
   if (!tensor) return std::nullopt;
-  const TensorView view(*tensor);
-  rank(op, argument, view, 1, "[num_heads]");
-  is_float(op, argument, view);
-  on_cpu(op, argument, view, "query");
-  check_size(op, argument, view, 0, query.size(1), "query.size(1)");
+  const TensorView view = checked(op, argument, *tensor, 1, "[num_heads]", Kind::kFloat, "query");
+  check_size(op, argument, view, 0, query, "query", 1);
   return view;
 }
 
@@ -117,10 +133,14 @@ TensorView given(const char* op, const char* argument, const Tensor& tensor) {
   return TensorView(tensor);
 }
 
-void check_size(const char* op, const char* argument, const TensorView& tensor, int64_t dim, int64_t size,
-                const char* like) {
-  PAGEDKV_EXPECT(op, tensor.size(dim) == size, std::string(argument) + ".size(" + std::to_string(dim) + ")",
-                 "be " + std::to_string(size) + " like " + like, std::to_string(tensor.size(dim)));
+void check_size(const char* op, const char* argument, const TensorView& t, int64_t dim, const TensorView& like,
+                const char* like_name, int64_t like_dim) {
+  const auto name = [](const char* tensor, int64_t d) {
+    return std::string(tensor) + ".size(" + std::to_string(d) + ")";
+  };
+  PAGEDKV_EXPECT(op, t.size(dim) == like.size(like_dim), name(argument, dim),
+                 "be " + std::to_string(like.size(like_dim)) + " like " + name(like_name, like_dim),
+                 std::to_string(t.size(dim)));
 }
 
 void check_no_scale(const char* op, const char* argument, const MaybeTensor& scale) {
@@ -128,70 +148,52 @@ void check_no_scale(const char* op, const char* argument, const MaybeTensor& sca
 }
 
 CacheViews check_caches(const char* op, const Tensor& key_cache, const Tensor& value_cache) {
-  const CacheViews caches{given(op, "key_cache", key_cache), given(op, "value_cache", value_cache)};
-  const auto& [key, value] = caches;
-  rank(op, "key_cache", key, 4, "[num_blocks, block_size, num_kv_heads, head_size]");
-  rank(op, "value_cache", value, 4, "[num_blocks, block_size, num_kv_heads, v_head_size]");
-  is_cache(op, "key_cache", key);
-  same_dtype(op, "value_cache", value, key, "key_cache");
-  on_cpu(op, "value_cache", value, "key_cache");
-  last_contiguous(op, "key_cache", key);
-  last_contiguous(op, "value_cache", value);
+  const TensorView key =
+      checked(op, "key_cache", key_cache, 4, "[num_blocks, block_size, num_kv_heads, head_size]", Kind::kCache);
+  const TensorView value = checked_like(op, "value_cache", value_cache,
+                                        "[num_blocks, block_size, num_kv_heads, v_head_size]", key, "key_cache");
   like_sizes(op, "value_cache", value, key, "key_cache", 0, 3);
   block_size(op, "key_cache", key);
-  return caches;
+  return {key, value};
 }
 
 NewTokens check_new_tokens(const char* op, const Tensor& key, const Tensor& value, const CacheViews& caches,
                            const Tensor& slot_mapping) {
-  const NewTokens views{given(op, "key", key), given(op, "value", value), given(op, "slot_mapping", slot_mapping)};
-  const auto& [k, v, slots] = views;
-  rank(op, "key", k, 3, "[num_tokens, num_kv_heads, head_size]");
-  rank(op, "value", v, 3, "[num_tokens, num_kv_heads, v_head_size]");
-  rank(op, "slot_mapping", slots, 1, "[num_slots]");
-  is_float(op, "key", k);
-  is_float(op, "value", v);
-  is_index(op, "slot_mapping", slots);
-  on_cpu(op, "key", k, "key_cache");
-  on_cpu(op, "value", v, "key_cache");
-  on_cpu(op, "slot_mapping", slots, "key_cache");
-  last_contiguous(op, "key", k);
-  last_contiguous(op, "value", v);
-  check_size(op, "value", v, 0, k.size(0), "key.size(0)");
-  check_size(op, "key", k, 1, caches.key.size(2), "key_cache.size(2)");
-  check_size(op, "key", k, 2, caches.key.size(3), "key_cache.size(3)");
-  check_size(op, "value", v, 1, caches.value.size(2), "value_cache.size(2)");
-  check_size(op, "value", v, 2, caches.value.size(3), "value_cache.size(3)");
+  const char* like = "key_cache";
+  const TensorView k = checked(op, "key", key, 3, "[num_tokens, num_kv_heads, head_size]", Kind::kFloat, like);
+  const TensorView v = checked(op, "value", value, 3, "[num_tokens, num_kv_heads, v_head_size]", Kind::kFloat, like);
+  const TensorView slots = checked(op, "slot_mapping", slot_mapping, 1, "[num_slots]", Kind::kIndex, like);
+  check_size(op, "value", v, 0, k, "key", 0);
+  for (int64_t d = 1; d < 3; ++d) {
+    check_size(op, "key", k, d, caches.key, "key_cache", d + 1);
+    check_size(op, "value", v, d, caches.value, "value_cache", d + 1);
+  }
   PAGEDKV_EXPECT(op, slots.size(0) <= k.size(0), "slot_mapping.size(0)",
                  "be at most " + std::to_string(k.size(0)) + " (key.size(0))", std::to_string(slots.size(0)));
-  return views;
+  return {k, v, slots};
 }
 
 TableViews check_table(const char* op, const Tensor& block_table, const Tensor& seq_lens, const char* cache_name) {
-  const TableViews views{given(op, "block_table", block_table), given(op, "seq_lens", seq_lens)};
-  rank(op, "block_table", views.block_table, 2, "[batch, max_blocks]");
-  rank(op, "seq_lens", views.seq_lens, 1, "[batch]");
-  is_index(op, "block_table", views.block_table);
-  is_index(op, "seq_lens", views.seq_lens);
-  on_cpu(op, "block_table", views.block_table, cache_name);
-  on_cpu(op, "seq_lens", views.seq_lens, cache_name);
-  check_size(op, "block_table", views.block_table, 0, views.seq_lens.size(0), "seq_lens.size(0)");
+  const TableViews views{
+      checked(op, "block_table", block_table, 2, "[batch, max_blocks]", Kind::kIndex, cache_name),
+      checked(op, "seq_lens", seq_lens, 1, "[batch]", Kind::kIndex, cache_name),
+  };
+  check_size(op, "block_table", views.block_table, 0, views.seq_lens, "seq_lens", 0);
   return views;
 }
 
 AttentionViews check_paged_attention(const char* op, const AttentionCall& call) {
   AttentionViews views;
   views.caches = check_caches(op, call.key_cache, call.value_cache);
-  views.query = given(op, "query", call.query);
-  check_query(op, views.query, views.caches.key);
+  views.query = checked(op, "query", call.query, 3, "[num_tokens, num_heads, head_size]", Kind::kFloat, "key_cache");
+  check_query_sizes(op, views.query, views.caches.key);
   views.table = check_table(op, call.block_table, call.seq_lens, "key_cache");
   const int64_t num_tokens = views.query.size(0), num_seqs = views.table.seq_lens.size(0);
   if (call.cu_seqlens_q) {
-    views.cu_seqlens_q = TensorView(*call.cu_seqlens_q);
-    rank(op, "cu_seqlens_q", *views.cu_seqlens_q, 1, "[batch+1]");
-    is_index(op, "cu_seqlens_q", *views.cu_seqlens_q);
-    on_cpu(op, "cu_seqlens_q", *views.cu_seqlens_q, "key_cache");
-    check_size(op, "cu_seqlens_q", *views.cu_seqlens_q, 0, num_seqs + 1, "seq_lens.size(0) + 1");
+    views.cu_seqlens_q = checked(op, "cu_seqlens_q", *call.cu_seqlens_q, 1, "[batch+1]", Kind::kIndex, "key_cache");
+    const int64_t size = views.cu_seqlens_q->size(0);
+    PAGEDKV_EXPECT(op, size == num_seqs + 1, "cu_seqlens_q.size(0)",
+                   "be " + std::to_string(num_seqs + 1) + " like seq_lens.size(0) + 1", std::to_string(size));
   } else {
     PAGEDKV_EXPECT(op, num_tokens == num_seqs, "query.size(0)",
                    "be " + std::to_string(num_seqs) + " like seq_lens.size(0) when cu_seqlens_q is not given",
@@ -206,33 +208,22 @@ AttentionViews check_paged_attention(const char* op, const AttentionCall& call) 
 }
 
 MergeViews check_merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b) {
-  const char* op = "merge_states";
-  const MergeViews views{given(op, "out_a", out_a), given(op, "lse_a", lse_a), given(op, "out_b", out_b),
-                         given(op, "lse_b", lse_b)};
-  rank(op, "out_a", views.out_a, 3, "[num_tokens, num_heads, v_head_size]");
-  rank(op, "out_b", views.out_b, 3, "[num_tokens, num_heads, v_head_size]");
-  is_float(op, "out_a", views.out_a);
-  same_dtype(op, "out_b", views.out_b, views.out_a, "out_a");
-  on_cpu(op, "out_b", views.out_b, "out_a");
-  like_sizes(op, "out_b", views.out_b, views.out_a, "out_a", 0, 3);
-  last_contiguous(op, "out_a", views.out_a);
-  last_contiguous(op, "out_b", views.out_b);
-  const auto lse = [&](const char* argument, const TensorView& t) {
-    rank(op, argument, t, 2, "[num_tokens, num_heads]");
-    PAGEDKV_EXPECT(op, t.dtype == float32_dtype(), argument, "be float32", dtype_name(t.dtype));
-    on_cpu(op, argument, t, "out_a");
-    like_sizes(op, argument, t, views.out_a, "out_a", 0, 2);
-  };
-  lse("lse_a", views.lse_a);
-  lse("lse_b", views.lse_b);
+  const char *op = "merge_states", *like = "out_a";
+  const char *shape = "[num_tokens, num_heads, v_head_size]", *lse_shape = "[num_tokens, num_heads]";
+  MergeViews views;
+  views.out_a = checked(op, "out_a", out_a, 3, shape, Kind::kFloat);
+  views.out_b = checked_like(op, "out_b", out_b, shape, views.out_a, like);
+  views.lse_a = checked(op, "lse_a", lse_a, 2, lse_shape, Kind::kLse, like);
+  views.lse_b = checked(op, "lse_b", lse_b, 2, lse_shape, Kind::kLse, like);
+  like_sizes(op, "out_b", views.out_b, views.out_a, like, 0, 3);
+  like_sizes(op, "lse_a", views.lse_a, views.out_a, like, 0, 2);
+  like_sizes(op, "lse_b", views.lse_b, views.out_a, like, 0, 2);
   return views;
 }
 
 TensorView check_mapping(const char* op, const Tensor& block_mapping) {
-  const TensorView view = given(op, "block_mapping", block_mapping);
-  PAGEDKV_EXPECT(op, view.dim == 2 && view.size(1) == 2, "block_mapping", "be [num_pairs, 2]",
-                 sizes_text(view.sizes, view.dim));
-  is_index(op, "block_mapping", view);
+  const TensorView view = checked(op, "block_mapping", block_mapping, 2, "[num_pairs, 2]", Kind::kIndex);
+  PAGEDKV_EXPECT(op, view.size(1) == 2, "block_mapping", "be [num_pairs, 2]", sizes_text(view.sizes, view.dim));
   return view;
 }
 
@@ -265,10 +256,8 @@ void check_swap_blocks(const TensorView& src, const TensorView& dst, const Tenso
 
 TensorView check_gather_cache(const Tensor& cache) {
   const char* op = "gather_kv";
-  const TensorView view = given(op, "cache", cache);
-  rank(op, "cache", view, 4, "[num_blocks, block_size, num_kv_heads, head_size]");
-  is_cache(op, "cache", view);
-  last_contiguous(op, "cache", view);
+  const TensorView view =
+      checked(op, "cache", cache, 4, "[num_blocks, block_size, num_kv_heads, head_size]", Kind::kCache);
   block_size(op, "cache", view);
   return view;
 }

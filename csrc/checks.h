@@ -55,8 +55,8 @@ CacheViews check_caches(const char* op, const Tensor& key_cache, const Tensor& v
 NewTokens check_new_tokens(const char* op, const Tensor& key, const Tensor& value, const CacheViews& caches,
                            const Tensor& slot_mapping);
 void check_no_scale(const char* op, const char* argument, const MaybeTensor& scale);
-void check_size(const char* op, const char* argument, const TensorView& tensor, int64_t dim, int64_t size,
-                const char* like);
+void check_size(const char* op, const char* argument, const TensorView& t, int64_t dim, const TensorView& like,
+                const char* like_name, int64_t like_dim);
 TableViews check_table(const char* op, const Tensor& block_table, const Tensor& seq_lens, const char* cache_name);
 
 struct AttentionViews {

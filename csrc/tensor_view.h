@@ -30,9 +30,10 @@ struct TensorView {
   bool empty() const;       // of elements
   int64_t bytes() const;    // of its elements, at most INT64_MAX
   const char* end() const;  // one past the last byte that it touches, unless empty()
-  // Whether their address ranges overlap.
+  // Whether their address ranges overlap: mostly not, which the end of the first one tells.
   bool touches(const TensorView& other) const {
-    return !empty() && !other.empty() && data < other.end() && other.data < end();
+    const bool overlap = data <= other.data ? other.data < end() : data < other.end();
+    return overlap && !empty() && !other.empty();
   }
   bool is_index() const;
   bool is_float() const;

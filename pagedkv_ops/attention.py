@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .arguments import Attention
 from .registration import op, register_fake
 
 _paged_attention = op("paged_attention")
@@ -184,27 +185,21 @@ def paged_attention_append(
     )
 
 
-def _empty_out(query: Tensor, value_cache: Tensor) -> Tensor:
-    return query.new_empty(query.size(0), query.size(1), value_cache.size(3))
+def _empty_out(a: Attention) -> Tensor:
+    return a.query.new_empty(*a.query.shape[:2], a.value_cache.size(3))
 
 
 @register_fake("paged_attention")
-def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any, **options: Any) -> Tensor:
-    checks.check_paged_attention(query, key_cache, value_cache, *args, **options)
-    return _empty_out(query, value_cache)
+def _fake(*args: Any, **options: Any) -> Tensor:
+    return _empty_out(checks.check_paged_attention(*args, **options))
 
 
 @register_fake("paged_attention_with_lse")
-def _fake_with_lse(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any, **options: Any
-) -> tuple[Tensor, Tensor]:
-    checks.check_paged_attention(query, key_cache, value_cache, *args, **options, op="paged_attention_with_lse")
-    return _empty_out(query, value_cache), query.new_empty(query.shape[:2], dtype=torch.float32)
+def _fake_with_lse(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    a = checks.check_paged_attention(*args, **options, op="paged_attention_with_lse")
+    return _empty_out(a), a.query.new_empty(a.query.shape[:2], dtype=torch.float32)
 
 
 @register_fake("paged_attention_append")
-def _fake_append(
-    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any, **options: Any
-) -> Tensor:
-    checks.check_paged_attention_append(query, key, value, key_cache, value_cache, *args, **options)
-    return _empty_out(query, value_cache)
+def _fake_append(*args: Any, **options: Any) -> Tensor:
+    return _empty_out(checks.check_paged_attention_append(*args, **options))

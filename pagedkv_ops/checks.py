@@ -24,6 +24,14 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_BLOCK_SIZE = 2**31 - 1
 MAX_RESULT_LENGTH = 2**48  # of gather_kv, so that a compiler can work with its sizes
 
+_FLOATS = "float32, float16 or bfloat16"
+_TYPES = {  # by what a tensor is
+    "float": (FLOAT_DTYPES, _FLOATS),
+    "cache": (FLOAT_DTYPES, f"{_FLOATS} (int8 and float8 caches are not supported yet)"),
+    "index": (INDEX_DTYPES, "int32 or int64"),
+    "lse": ((torch.float32,), "float32"),
+}
+
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -38,44 +46,41 @@ def _expect(op: str, condition: Any, argument: str, expectation: str, actual: An
     torch._check(condition, lambda: f"{op}: {argument} must {expectation}, got {actual}")  # type: ignore[no-untyped-call]
 
 
-def _given(op: str, **tensors: Tensor | None) -> None:
-    """Of arguments that are not optional; the dispatcher lets None through."""
-    for argument, tensor in tensors.items():
-        if tensor is None:
-            _expect(op, False, argument, "be a tensor", None)
-
-
-def _rank(op: str, argument: str, tensor: Tensor, shape: str) -> None:
-    rank = shape.count(",") + 1
-    _expect(op, tensor.dim() == rank, argument, f"be {shape}", _sizes(tensor.shape))
-
-
-def _float(op: str, argument: str, tensor: Tensor) -> None:
-    _expect(op, tensor.dtype in FLOAT_DTYPES, argument, "be float32, float16 or bfloat16", _name(tensor.dtype))
-
-
-def _cache_dtype(op: str, argument: str, tensor: Tensor) -> None:
-    expectation = "be float32, float16 or bfloat16 (int8 and float8 caches are not supported yet)"
-    _expect(op, tensor.dtype in FLOAT_DTYPES, argument, expectation, _name(tensor.dtype))
-
-
-def _index(op: str, argument: str, tensor: Tensor) -> None:
-    _expect(op, tensor.dtype in INDEX_DTYPES, argument, "be int32 or int64", _name(tensor.dtype))
+def _given(op: str, argument: str, tensor: Tensor | None) -> None:
+    """An argument that is not optional; the dispatcher lets None through."""
+    if tensor is None:
+        _expect(op, False, argument, "be a tensor", None)
 
 
 def _device(op: str, argument: str, tensor: Tensor, like: Tensor, like_name: str) -> None:
     _expect(op, tensor.device == like.device, argument, f"be on {like.device} like {like_name}", tensor.device)
 
 
-def _last_contiguous(op: str, argument: str, tensor: Tensor) -> None:
-    if tensor.stride(-1) != 1:
-        _expect(
-            op, tensor.size(-1) <= 1, argument, "have a contiguous last dimension", f"strides {_sizes(tensor.stride())}"
-        )
+def _dtype_like(op: str, argument: str, tensor: Tensor, like: Tensor, like_name: str) -> None:
+    _expect(op, tensor.dtype == like.dtype, argument, f"be {_name(like.dtype)} like {like_name}", _name(tensor.dtype))
 
 
-def _size(op: str, argument: str, tensor: Tensor, dim: int, size: Any, like: str) -> None:
-    _expect(op, tensor.size(dim) == size, f"{argument}.size({dim})", f"be {size} like {like}", tensor.size(dim))
+def _tensor(
+    op: str, argument: str, tensor: Tensor, shape: str, kind: str, like: Tensor | None = None, like_name: str = ""
+) -> None:
+    """Rank, type (of ``_TYPES``, or that of ``like``), the device of ``like``, and contiguous rows of heads."""
+    _given(op, argument, tensor)
+    _expect(op, tensor.dim() == shape.count(",") + 1, argument, f"be {shape}", _sizes(tensor.shape))
+    if kind in _TYPES:
+        dtypes, names = _TYPES[kind]
+        _expect(op, tensor.dtype in dtypes, argument, f"be {names}", _name(tensor.dtype))
+    elif like is not None:
+        _dtype_like(op, argument, tensor, like, like_name)
+    if like is not None:
+        _device(op, argument, tensor, like, like_name)
+    if tensor.dim() > 2 and tensor.stride(-1) != 1:
+        strides = f"strides {_sizes(tensor.stride())}"
+        _expect(op, tensor.size(-1) <= 1, argument, "have a contiguous last dimension", strides)
+
+
+def _size(op: str, argument: str, tensor: Tensor, dim: int, like: Tensor, like_name: str, like_dim: int) -> None:
+    size, expected = tensor.size(dim), like.size(like_dim)
+    _expect(op, size == expected, f"{argument}.size({dim})", f"be {expected} like {like_name}.size({like_dim})", size)
 
 
 def _block_size(op: str, argument: str, cache: Tensor) -> None:
@@ -91,39 +96,24 @@ def _unsupported_scales(op: str, **scales: Tensor | None) -> None:
 
 
 def _check_caches(op: str, key_cache: Tensor, value_cache: Tensor) -> None:
-    _given(op, key_cache=key_cache, value_cache=value_cache)
-    _rank(op, "key_cache", key_cache, "[num_blocks, block_size, num_kv_heads, head_size]")
-    _rank(op, "value_cache", value_cache, "[num_blocks, block_size, num_kv_heads, v_head_size]")
-    _cache_dtype(op, "key_cache", key_cache)
-    expectation = f"be {_name(key_cache.dtype)} like key_cache"
-    _expect(op, value_cache.dtype == key_cache.dtype, "value_cache", expectation, _name(value_cache.dtype))
-    _device(op, "value_cache", value_cache, key_cache, "key_cache")
-    _last_contiguous(op, "key_cache", key_cache)
-    _last_contiguous(op, "value_cache", value_cache)
+    _tensor(op, "key_cache", key_cache, "[num_blocks, block_size, num_kv_heads, head_size]", "cache")
+    shape = "[num_blocks, block_size, num_kv_heads, v_head_size]"
+    _tensor(op, "value_cache", value_cache, shape, "like", key_cache, "key_cache")
     for dim in range(3):
-        _size(op, "value_cache", value_cache, dim, key_cache.size(dim), f"key_cache.size({dim})")
+        _size(op, "value_cache", value_cache, dim, key_cache, "key_cache", dim)
     _block_size(op, "key_cache", key_cache)
 
 
 def _check_new_tokens(
     op: str, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    _given(op, key=key, value=value, slot_mapping=slot_mapping)
-    _rank(op, "key", key, "[num_tokens, num_kv_heads, head_size]")
-    _rank(op, "value", value, "[num_tokens, num_kv_heads, v_head_size]")
-    _rank(op, "slot_mapping", slot_mapping, "[num_slots]")
-    _float(op, "key", key)
-    _float(op, "value", value)
-    _index(op, "slot_mapping", slot_mapping)
-    for argument, tensor in (("key", key), ("value", value), ("slot_mapping", slot_mapping)):
-        _device(op, argument, tensor, key_cache, "key_cache")
-    _last_contiguous(op, "key", key)
-    _last_contiguous(op, "value", value)
-    _size(op, "value", value, 0, key.size(0), "key.size(0)")
-    _size(op, "key", key, 1, key_cache.size(2), "key_cache.size(2)")
-    _size(op, "key", key, 2, key_cache.size(3), "key_cache.size(3)")
-    _size(op, "value", value, 1, value_cache.size(2), "value_cache.size(2)")
-    _size(op, "value", value, 2, value_cache.size(3), "value_cache.size(3)")
+    _tensor(op, "key", key, "[num_tokens, num_kv_heads, head_size]", "float", key_cache, "key_cache")
+    _tensor(op, "value", value, "[num_tokens, num_kv_heads, v_head_size]", "float", key_cache, "key_cache")
+    _tensor(op, "slot_mapping", slot_mapping, "[num_slots]", "index", key_cache, "key_cache")
+    _size(op, "value", value, 0, key, "key", 0)
+    for dim in (1, 2):
+        _size(op, "key", key, dim, key_cache, "key_cache", dim + 1)
+        _size(op, "value", value, dim, value_cache, "value_cache", dim + 1)
     expectation = f"be at most {key.size(0)} (key.size(0))"
     _expect(op, slot_mapping.size(0) <= key.size(0), "slot_mapping.size(0)", expectation, slot_mapping.size(0))
 
@@ -139,29 +129,22 @@ def check_write_kv(
     v_scale: Tensor | None = None,
     k_scale_cache: Tensor | None = None,
     v_scale_cache: Tensor | None = None,
-    op: str = "write_kv",
 ) -> None:
+    op = "write_kv"
     _check_caches(op, key_cache, value_cache)
     _check_new_tokens(op, key, value, key_cache, value_cache, slot_mapping)
     _unsupported_scales(op, k_scale=k_scale, v_scale=v_scale, k_scale_cache=k_scale_cache, v_scale_cache=v_scale_cache)
 
 
 def _check_head_vector(op: str, argument: str, tensor: Tensor | None, query: Tensor) -> None:
-    if tensor is None:
-        return
-    _rank(op, argument, tensor, "[num_heads]")
-    _float(op, argument, tensor)
-    _device(op, argument, tensor, query, "query")
-    _size(op, argument, tensor, 0, query.size(1), "query.size(1)")
+    if tensor is not None:
+        _tensor(op, argument, tensor, "[num_heads]", "float", query, "query")
+        _size(op, argument, tensor, 0, query, "query", 1)
 
 
 def _check_query(op: str, query: Tensor, key_cache: Tensor) -> None:
-    _given(op, query=query)
-    _rank(op, "query", query, "[num_tokens, num_heads, head_size]")
-    _float(op, "query", query)
-    _device(op, "query", query, key_cache, "key_cache")
-    _last_contiguous(op, "query", query)
-    _size(op, "query", query, 2, key_cache.size(3), "key_cache.size(3)")
+    _tensor(op, "query", query, "[num_tokens, num_heads, head_size]", "float", key_cache, "key_cache")
+    _size(op, "query", query, 2, key_cache, "key_cache", 3)
     num_kv_heads = key_cache.size(2)
     _expect(op, num_kv_heads >= 1, "key_cache.size(2)", "be at least 1 (num_kv_heads)", num_kv_heads)
     _expect(op, key_cache.size(3) >= 1, "key_cache.size(3)", "be at least 1 (head_size)", key_cache.size(3))
@@ -174,10 +157,9 @@ def _check_query_starts(op: str, a: Attention) -> None:
         expectation = f"be {a.seq_lens.size(0)} like seq_lens.size(0) when cu_seqlens_q is not given"
         _expect(op, a.query.size(0) == a.seq_lens.size(0), "query.size(0)", expectation, a.query.size(0))
         return
-    _rank(op, "cu_seqlens_q", a.cu_seqlens_q, "[batch+1]")
-    _index(op, "cu_seqlens_q", a.cu_seqlens_q)
-    _device(op, "cu_seqlens_q", a.cu_seqlens_q, a.key_cache, "key_cache")
-    _size(op, "cu_seqlens_q", a.cu_seqlens_q, 0, a.seq_lens.size(0) + 1, "seq_lens.size(0) + 1")
+    _tensor(op, "cu_seqlens_q", a.cu_seqlens_q, "[batch+1]", "index", a.key_cache, "key_cache")
+    size, expected = a.cu_seqlens_q.size(0), a.seq_lens.size(0) + 1
+    _expect(op, size == expected, "cu_seqlens_q.size(0)", f"be {expected} like seq_lens.size(0) + 1", size)
 
 
 def _check_options(op: str, a: Attention) -> None:
@@ -204,14 +186,9 @@ def check_paged_attention(*args: Any, op: str = "paged_attention", **options: An
 
 
 def check_table(op: str, block_table: Tensor, seq_lens: Tensor, cache: Tensor, cache_name: str) -> None:
-    _given(op, block_table=block_table, seq_lens=seq_lens)
-    _rank(op, "block_table", block_table, "[batch, max_blocks]")
-    _rank(op, "seq_lens", seq_lens, "[batch]")
-    _index(op, "block_table", block_table)
-    _index(op, "seq_lens", seq_lens)
-    _device(op, "block_table", block_table, cache, cache_name)
-    _device(op, "seq_lens", seq_lens, cache, cache_name)
-    _size(op, "block_table", block_table, 0, seq_lens.size(0), "seq_lens.size(0)")
+    _tensor(op, "block_table", block_table, "[batch, max_blocks]", "index", cache, cache_name)
+    _tensor(op, "seq_lens", seq_lens, "[batch]", "index", cache, cache_name)
+    _size(op, "block_table", block_table, 0, seq_lens, "seq_lens", 0)
 
 
 def check_paged_attention_append(
@@ -221,49 +198,33 @@ def check_paged_attention_append(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    *,
+    *args: Any,
     k_scale_cache: Tensor | None = None,
     v_scale_cache: Tensor | None = None,
     **options: Any,
 ) -> Attention:
     op = "paged_attention_append"
-    attention = check_paged_attention(
-        query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, op=op, **options
-    )
+    attention = check_paged_attention(query, key_cache, value_cache, *args, op=op, **options)
     _check_new_tokens(op, key, value, key_cache, value_cache, slot_mapping)
-    _size(op, "key", key, 0, query.size(0), "query.size(0)")
+    _size(op, "key", key, 0, query, "query", 0)
     _unsupported_scales(op, k_scale_cache=k_scale_cache, v_scale_cache=v_scale_cache)
     return attention
 
 
 def check_merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    op = "merge_states"
-    _given(op, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    _rank(op, "out_a", out_a, "[num_tokens, num_heads, v_head_size]")
-    _rank(op, "out_b", out_b, "[num_tokens, num_heads, v_head_size]")
-    _float(op, "out_a", out_a)
-    _expect(op, out_b.dtype == out_a.dtype, "out_b", f"be {_name(out_a.dtype)} like out_a", _name(out_b.dtype))
-    _device(op, "out_b", out_b, out_a, "out_a")
-    for dim in range(3):
-        _size(op, "out_b", out_b, dim, out_a.size(dim), f"out_a.size({dim})")
-    _last_contiguous(op, "out_a", out_a)
-    _last_contiguous(op, "out_b", out_b)
-    for argument, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        _rank(op, argument, lse, "[num_tokens, num_heads]")
-        _expect(op, lse.dtype == torch.float32, argument, "be float32", _name(lse.dtype))
-        _device(op, argument, lse, out_a, "out_a")
-        for dim in range(2):
-            _size(op, argument, lse, dim, out_a.size(dim), f"out_a.size({dim})")
+    op, shape = "merge_states", "[num_tokens, num_heads, v_head_size]"
+    _tensor(op, "out_a", out_a, shape, "float")
+    _tensor(op, "out_b", out_b, shape, "like", out_a, "out_a")
+    _tensor(op, "lse_a", lse_a, "[num_tokens, num_heads]", "lse", out_a, "out_a")
+    _tensor(op, "lse_b", lse_b, "[num_tokens, num_heads]", "lse", out_a, "out_a")
+    for argument, tensor in (("out_b", out_b), ("lse_a", lse_a), ("lse_b", lse_b)):
+        for dim in range(tensor.dim()):
+            _size(op, argument, tensor, dim, out_a, "out_a", dim)
 
 
 def _check_mapping(op: str, block_mapping: Tensor) -> None:
-    _given(op, block_mapping=block_mapping)
-    _expect(op, block_mapping.dim() == 2, "block_mapping", "be [num_pairs, 2]", _sizes(block_mapping.shape))
+    _tensor(op, "block_mapping", block_mapping, "[num_pairs, 2]", "index")
     _expect(op, block_mapping.size(1) == 2, "block_mapping", "be [num_pairs, 2]", _sizes(block_mapping.shape))
-    _index(op, "block_mapping", block_mapping)
 
 
 def check_copy_blocks(caches: Sequence[Tensor], block_mapping: Tensor) -> None:
@@ -277,22 +238,20 @@ def check_copy_blocks(caches: Sequence[Tensor], block_mapping: Tensor) -> None:
 
 def check_swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     op = "swap_blocks"
-    _given(op, src=src, dst=dst)
+    _given(op, "src", src)
+    _given(op, "dst", dst)
     _check_mapping(op, block_mapping)
     _expect(op, block_mapping.device.type == "cpu", "block_mapping", "be on cpu", block_mapping.device)
     _expect(op, src.dim() >= 1, "src", "have blocks as its first dimension", "a scalar")
     _expect(op, dst.dim() == src.dim(), "dst", f"have {src.dim()} dimensions like src", dst.dim())
-    _expect(op, dst.dtype == src.dtype, "dst", f"be {_name(src.dtype)} like src", _name(dst.dtype))
+    _dtype_like(op, "dst", dst, src, "src")
     for dim in range(1, src.dim()):
-        _size(op, "dst", dst, dim, src.size(dim), f"src.size({dim})")
+        _size(op, "dst", dst, dim, src, "src", dim)
 
 
 def check_gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int) -> None:
     op = "gather_kv"
-    _given(op, cache=cache)
-    _rank(op, "cache", cache, "[num_blocks, block_size, num_kv_heads, head_size]")
-    _cache_dtype(op, "cache", cache)
-    _last_contiguous(op, "cache", cache)
+    _tensor(op, "cache", cache, "[num_blocks, block_size, num_kv_heads, head_size]", "cache")
     _block_size(op, "cache", cache)
     check_table(op, block_table, seq_lens, cache, "cache")
     for fits in (max_len >= 0, max_len <= MAX_RESULT_LENGTH):

@@ -58,44 +58,43 @@ def _sequence(cache: Tensor, row: Tensor, length: int, columns: range) -> Tensor
     return out
 
 
-def _visible(a: Attention, query_len: int, seq_len: int) -> Tensor:
-    """Mask [query_len, seq_len]: causal masks are aligned bottom-right, windows are inclusive, -1 is unlimited."""
-    device = a.query.device
+def _distance(query_len: int, seq_len: int, device: torch.device) -> Tensor:
+    """Key position minus query position [query_len, seq_len]: the last query row stands at the last key."""
     query_position = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
-    key_position = torch.arange(seq_len, device=device)[None, :]
-    visible = torch.ones(query_len, seq_len, dtype=torch.bool, device=device)
+    return torch.arange(seq_len, device=device)[None, :] - query_position
+
+
+def _visible(a: Attention, distance: Tensor) -> Tensor:
+    """Mask like ``distance``: windows are inclusive, -1 is unlimited."""
+    visible = torch.ones_like(distance, dtype=torch.bool)
     if a.causal:
-        visible &= key_position <= query_position
-    longest = max(query_len, seq_len)  # no two positions are further apart, and a sum with more may not fit 64 bits
+        visible &= distance <= 0
+    longest = max(distance.shape)  # no two positions are further apart, and a longer window may not fit 64 bits
     if a.window_left >= 0:
-        visible &= key_position >= query_position - min(a.window_left, longest)
+        visible &= distance >= -min(a.window_left, longest)
     if a.window_right >= 0:
-        visible &= key_position <= query_position + min(a.window_right, longest)
+        visible &= distance <= min(a.window_right, longest)
     return visible
 
 
 def _attend_one_head(
+    a: Attention,
+    head: int,
     query: Tensor,  # [query_len, D]
     key: Tensor,  # [seq_len, D]
     value: Tensor,  # [seq_len, Dv]
-    visible: Tensor,  # [query_len, seq_len]
-    scale: float,
-    softcap: float,
-    alibi_slope: float,
-    sink: float | None,
 ) -> tuple[Tensor, Tensor]:
-    query_len, seq_len = visible.shape
-    logits = (query @ key.T) * scale
-    if softcap > 0:
+    distance = _distance(len(query), len(key), query.device)
+    logits = (query @ key.T) * (query.size(1) ** -0.5 if a.scale is None else a.scale)
+    if a.softcap > 0:
         # in float64: 1e-50 and 1e39 are no numbers of float32, and 1 / 3e38 loses digits there
-        softcap = min(softcap, torch.finfo(torch.float32).max)
+        softcap = min(a.softcap, torch.finfo(torch.float32).max)
         logits = (softcap * torch.tanh(logits.double() / softcap)).float()
-    query_position = torch.arange(seq_len - query_len, seq_len, device=query.device)[:, None]
-    key_position = torch.arange(seq_len, device=query.device)[None, :]
-    logits = logits + alibi_slope * (key_position - query_position)
-    logits = logits.masked_fill(~visible, -math.inf)
-    if sink is not None:  # a logit that joins the denominator alone
-        logits = torch.cat([logits, logits.new_full((query_len, 1), sink)], dim=1)
+    if a.alibi_slopes is not None:
+        logits = logits + float(a.alibi_slopes[head]) * distance
+    logits = logits.masked_fill(~_visible(a, distance), -math.inf)
+    if a.sinks is not None:  # a logit that joins the denominator alone
+        logits = torch.cat([logits, logits.new_full((len(query), 1), float(a.sinks[head]))], dim=1)
         value = torch.cat([value, value.new_zeros(1, value.size(1))])
     # not exp(logits - lse): at a logit of 3e4 the rounding of lse alone moves every weight by 2e-4
     weights = torch.softmax(logits, dim=1).masked_fill(torch.isneginf(logits), 0.0)  # a row of -inf gives NaN
@@ -103,7 +102,7 @@ def _attend_one_head(
 
 
 def _attend(op: str, a: Attention) -> tuple[Tensor, Tensor]:
-    num_tokens, num_heads, head_size = a.query.shape
+    num_tokens, num_heads, _ = a.query.shape
     block_size, group_size = a.key_cache.size(1), num_heads // a.key_cache.size(2)
     bounds = value_checks.query_bounds(a)
     out = _zeros(op, a.query, (num_tokens, num_heads, a.value_cache.size(3)), torch.float32)
@@ -113,18 +112,10 @@ def _attend(op: str, a: Attention) -> tuple[Tensor, Tensor]:
         columns = value_checks.visible_blocks(query_len, seq_len, block_size, a.causal, a.window_left, a.window_right)
         key = _sequence(a.key_cache, row, seq_len, columns)
         value = _sequence(a.value_cache, row, seq_len, columns)
-        visible = _visible(a, query_len, seq_len)
         for head in range(num_heads):
-            out[rows, head], lse[rows, head] = _attend_one_head(
-                a.query[rows, head].float(),
-                key[:, head // group_size],
-                value[:, head // group_size],
-                visible,
-                head_size**-0.5 if a.scale is None else a.scale,
-                a.softcap,
-                0.0 if a.alibi_slopes is None else float(a.alibi_slopes[head]),
-                None if a.sinks is None else float(a.sinks[head]),
-            )
+            kv_head = head // group_size
+            query = a.query[rows, head].float()
+            out[rows, head], lse[rows, head] = _attend_one_head(a, head, query, key[:, kv_head], value[:, kv_head])
     return out.to(a.query.dtype), lse
 
 

@@ -19,8 +19,6 @@ const float* head_values(const std::optional<TensorView>& view, float* dst) {
   return dst;
 }
 
-CacheView cache_view(const TensorView& t) { return {t.data, t.stride(0), t.stride(1), t.stride(2)}; }
-
 // 0 is off. A number that float32 can not hold acts as the nearest one that it can: the logits are then all about 0, or
 // as good as not capped.
 float softcap(double value) {
@@ -145,7 +143,7 @@ Tensor paged_attention_append(const NewTokensCall& new_tokens, const AttentionCa
   AttentionViews views = check_paged_attention(op, call);
   const NewTokens tokens =
       check_new_tokens(op, new_tokens.key, new_tokens.value, views.caches, new_tokens.slot_mapping);
-  check_size(op, "key", tokens.key, 0, views.query.size(0), "query.size(0)");
+  check_size(op, "key", tokens.key, 0, views.query, "query", 0);
   check_no_scale(op, "k_scale_cache", new_tokens.k_scale_cache);
   check_no_scale(op, "v_scale_cache", new_tokens.v_scale_cache);
   check_distinct_caches(op, views.caches);

@@ -31,6 +31,8 @@ void copy_blocks(const std::vector<Tensor>& caches, const Tensor& block_mapping)
 void swap_blocks(const Tensor& src, const Tensor& dst, const Tensor& block_mapping);
 Tensor gather_kv(const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens, int64_t max_len);
 
+inline CacheView cache_view(const TensorView& t) { return {t.data, t.stride(0), t.stride(1), t.stride(2)}; }
+
 // Schedules and runs the kernels; everything was checked. parallel.h decides about threads.
 void run_attention(const AttentionArgs& args);
 

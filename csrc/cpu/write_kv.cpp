@@ -12,8 +12,6 @@ constexpr int64_t kStreamBytes = 128 * 1024;
 
 WriteSource source_of(const TensorView& t) { return {t.data, t.float_type(), t.stride(0), t.stride(1), t.size(2)}; }
 
-CacheView view_of(const TensorView& t) { return {t.data, t.stride(0), t.stride(1), t.stride(2)}; }
-
 }  // namespace
 
 const int64_t* slots_of(const char* op, const NewTokens& tokens, const CacheViews& caches) {
@@ -32,8 +30,8 @@ void write_checked(NewTokens tokens, const int64_t* slots, const CacheViews& cac
   WriteArgs args;
   args.key = source_of(tokens.key);
   args.value = source_of(tokens.value);
-  args.key_cache = view_of(caches.key);
-  args.value_cache = view_of(caches.value);
+  args.key_cache = cache_view(caches.key);
+  args.value_cache = cache_view(caches.value);
   args.cache_dtype = caches.key.float_type();
   args.slots = slots;
   args.block_size = caches.key.size(1);

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedkv_ops import value_checks
-from pagedkv_ops.testing import assert_within_rounding, dense_attention, poison, tolerance
+from pagedkv_ops.testing import assert_within_rounding, dense_attention, tolerance
 
 from .builders import attention_options, make_case, pairwise
 
@@ -88,11 +88,6 @@ def test_assert_within_rounding_refuses_nan_missing_infinities_and_other_types()
             assert_within_rounding(torch.tensor(wrong), exact, rounded)
     with pytest.raises(AssertionError, match=r"expected torch\.float32, got torch\.float16"):
         assert_within_rounding(rounded.half(), exact, rounded)
-
-
-def test_poison_is_nan_everywhere():
-    assert torch.isnan(poison(2, 3, dtype=torch.bfloat16)).all()
-    assert torch.isinf(poison(2, 3, value=math.inf)).all()
 
 
 @given(st.integers(0, 9), st.integers(0, 20), st.integers(1, 5), st.booleans(), st.integers(-1, 6), st.integers(-1, 6))

@@ -54,18 +54,16 @@ def test_equal_shapes(write, views):
 
 
 @WRITES
-@pytest.mark.parametrize(
-    ("key_columns", "value_columns", "refused"),
-    [((0, 4), (4, 7), False), ((3, 7), (0, 3), False), ((0, 4), (3, 7), True), ((0, 7), (6, 7), True)],
-)
-def test_heads_split_into_unequal_parts(write, key_columns, value_columns, refused):
+def test_parts_of_a_pool(write):
     pool = torch.zeros(3, 4, 2, 7)
-    assert is_refused(write, pool[..., slice(*key_columns)], pool[..., slice(*value_columns)]) == refused
-
-
-@WRITES
-def test_separate_storages_never_share(write):
-    pool = torch.zeros(3, 4, 2, 7)
-    assert not is_refused(write, pool, torch.zeros_like(pool))
-    assert is_refused(write, pool, pool)
-    assert not is_refused(write, pool[:0], pool[:0])
+    head, tail, most, last = pool[..., :4], pool[..., 4:], pool[..., 3:], pool[..., 6:]
+    for key_cache, value_cache, refused in (
+        (head, tail, False),
+        (most, pool[..., :3], False),
+        (head, most, True),
+        (pool, last, True),
+        (pool, pool, True),
+        (pool, torch.zeros_like(pool), False),
+        (pool[:0], pool[:0], False),
+    ):
+        assert is_refused(write, key_cache, value_cache) == refused
