@@ -37,7 +37,7 @@ def test_attn_implementation(family, entry):
     cache = pagedkv.PagedCache(model.config, num_blocks=64, block_size=4)
     out = model.generate(**inputs, max_new_tokens=12, do_sample=False, **with_cache(model, cache))
     assert torch.equal(out, expected)
-    assert pagedkv.hf.support.modes(cache) == ["paged"] * 3
+    assert cache.layer_modes == ["paged"] * 3
     assert cache.pool.used_blocks > 0
     pool = cache.pool
     del cache

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pagedkv
-from pagedkv.hf import compiling, layers, patching
+from pagedkv.hf import compiling, paged_layers, patching
 
 FAMILIES = ["llama", "gemma3_text", "gpt_oss"]
 
@@ -78,7 +78,7 @@ class Forwards:
 def test_keys_that_no_attention_takes_are_written(monkeypatch):
     forwards = Forwards()
     with monkeypatch.context() as patch, OpCalls() as calls:
-        patch.setattr(layers.PagedLayer, "attend", lambda self, query, *args, **options: query.transpose(1, 2))
+        patch.setattr(paged_layers.PagedLayer, "attend", lambda self, query, *args, **options: query.transpose(1, 2))
         layer = forwards.cache.layers[0]
         first = layer.key_cache.clone()
         forwards(6, 7)
@@ -92,13 +92,13 @@ def test_keys_that_no_attention_takes_are_written(monkeypatch):
 def test_keys_that_attention_sees_copies_of_are_written_once(monkeypatch):
     """Attention that is given other tensors than update was: both ops, and the tokens of before."""
     forwards = Forwards()
-    attend = layers.PagedLayer.attend
+    attend = paged_layers.PagedLayer.attend
 
     def copied(self, query, key, value, *args, **options):
         return attend(self, query, key.clone(), value, *args, **options)
 
     with monkeypatch.context() as patch, OpCalls() as calls:
-        patch.setattr(layers.PagedLayer, "attend", copied)
+        patch.setattr(paged_layers.PagedLayer, "attend", copied)
         forwards.check(6)
     assert calls.names == ["write_kv", "paged_attention"] * 3 * 6
 
@@ -106,7 +106,7 @@ def test_keys_that_attention_sees_copies_of_are_written_once(monkeypatch):
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_a_step_that_fails_before_a_layer_wrote_can_be_made_again(monkeypatch, layer):
     forwards = Forwards()
-    attend, cache = layers.PagedLayer.attend, forwards.cache
+    attend, cache = paged_layers.PagedLayer.attend, forwards.cache
 
     def failing(self, *args, **options):
         if self is cache.layers[layer]:
@@ -114,7 +114,7 @@ def test_a_step_that_fails_before_a_layer_wrote_can_be_made_again(monkeypatch, l
         return attend(self, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(layers.PagedLayer, "attend", failing)
+        patch.setattr(paged_layers.PagedLayer, "attend", failing)
         with pytest.raises(RuntimeError, match="no memory"):
             forwards(6, 7)
     assert cache.state._is_unfinished

@@ -11,8 +11,8 @@ from torch import Tensor
 from ..block_table import BlockTable
 from ..errors import InvalidArgumentError
 from ..hf.kv_pool import Pool
-from ..hf.layers import INDICES
-from ..hf.sizing import total_memory
+from ..hf.paged_layers import INDICES
+from ..hf.pool_size import total_memory
 from ..transfers import Staging, current
 from .batch import Batch
 

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import InvalidArgumentError, boolean, integer, refused
-from ..hf.sizing import check_settings
-from ..hf.support import base_model, check_inputs_are_ids
+from ..hf.pool_size import check_settings
+from ..hf.refusals import base_model, check_inputs_are_ids
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import pagedkv_ops
 
 from ..hf.cache import PagedCache
 from ..hf.kv_pool import Pool
-from ..hf.layers import INDICES, PAGED, PagedLayer
+from ..hf.paged_layers import INDICES, PAGED, PagedLayer
 from ..hf.state import Asked
 from ..hf.tags import TAG, Columns
 

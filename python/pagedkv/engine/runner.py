@@ -27,9 +27,9 @@ from ..hf.cache import PagedCache
 from ..hf.capturing import capture, warn_uncaptured
 from ..hf.handle import Patch
 from ..hf.kv_pool import Pool, sized
-from ..hf.probe import Probe, checked_attention
+from ..hf.probe import Probe, checked_attention, evaluation
+from ..hf.refusals import UnsupportedModelError, check_model, failed, refuse
 from ..hf.reuse import dependence
-from ..hf.support import UnsupportedModelError, check_model, evaluation, failed, refuse
 from ..hf.tags import TAG
 from ..tensor_parallel import agreed_blocks, mesh_of
 from ..transfers import current

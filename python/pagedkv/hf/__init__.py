@@ -7,7 +7,7 @@ from .attention import NAME, paged_attention, paged_mask
 from .cache import PagedCache
 from .kv_pool import Pool
 from .patching import clear_prefix_cache, layer_modes, patch, patched, pool, unpatch
-from .support import UnsupportedModelError
+from .refusals import UnsupportedModelError
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, paged_mask)

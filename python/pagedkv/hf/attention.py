@@ -6,6 +6,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .layers import INDICES, PAGED, UNDECIDED
+from .paged_layers import INDICES, PAGED, UNDECIDED
 from .state import Asked, PagedState
 from .tags import TAG, MaskTag
-from .tracing import untraced
+from .untraced import untraced
 
 logger = logging.getLogger(__name__)
 
@@ -53,44 +54,27 @@ def _free_variable(function: Callable[..., Any], qualname: str, variable: str) -
 
 
 @untraced
-def paged_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    device: torch.device | str = "cpu",
-    config: Any = None,
-    **kwargs: Any,
-) -> Tensor | None:
-    """A marker where a PagedCache said how many keys there are (:class:`Columns`); the dense mask elsewhere."""
-    arguments = {
-        "batch_size": batch_size,
-        "q_length": q_length,
-        "kv_length": kv_length,
-        "q_offset": q_offset,
-        "kv_offset": kv_offset,
-        "mask_function": mask_function,
-        "attention_mask": attention_mask,
-        "device": device,
-        "config": config,
-        **kwargs,
-    }
-    dense = ALL_MASK_ATTENTION_FUNCTIONS[dense_implementation(config)]
-    state: PagedState | None = getattr(kv_length, "state", None)
+def paged_mask(**arguments: Any) -> Tensor | None:
+    """A marker where a PagedCache said how many keys there are (:class:`Columns`); the dense mask elsewhere.
+
+    arguments: those of transformers' mask functions, which it gives by their names.
+    """
+    config, attention_mask = arguments.get("config"), arguments.get("attention_mask")
+    batch, length, columns = (arguments[name] for name in ("batch_size", "q_length", "kv_length"))
+    build = partial(ALL_MASK_ATTENTION_FUNCTIONS[dense_implementation(config)], **arguments)
+    state: PagedState | None = getattr(columns, "state", None)
     if state is None:
         _warn_once(config)
-    if state is None or kv_offset or kv_length != state.seen + q_length:
-        return dense(**arguments)  # type: ignore[no-any-return]
+    if state is None or arguments.get("kv_offset") or columns != state.seen + length:
+        return build()  # type: ignore[no-any-return]
     # whoever wants the weights of attention gets the model's own
-    window = OTHER if getattr(config, "output_attentions", False) else mask_window(mask_function)
-    state.ask(Asked(attention_mask, batch_size, q_length, window == OTHER))
+    wants_weights = getattr(config, "output_attentions", False)
+    window = OTHER if wants_weights else mask_window(arguments.get("mask_function", causal_mask_function))
+    state.ask(Asked(attention_mask, batch, length, window == OTHER))
     if window == OTHER:
-        return dense(**arguments)  # type: ignore[no-any-return]
-    marker = state.pool.marker(window, torch.device(device))
-    getattr(marker, TAG).build = lambda: dense(**arguments)
+        return build()  # type: ignore[no-any-return]
+    marker = state.pool.marker(window, torch.device(arguments.get("device", "cpu")))
+    getattr(marker, TAG).build = build
     return marker
 
 

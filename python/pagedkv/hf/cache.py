@@ -16,9 +16,9 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_laye
 
 from ..errors import refused
 from .kv_pool import Pool, Window
-from .layers import PagedHybridLayer, PagedLayer
+from .paged_layers import PAGED, PagedHybridLayer, PagedLayer
+from .pool_size import blocks_for, check_any_fits, check_settings, estimated_block_bytes
 from .rows import free_sequences
-from .sizing import blocks_for, check_any_fits, check_settings, estimated_block_bytes
 from .state import PagedState
 from .tags import Columns
 
@@ -155,6 +155,14 @@ class PagedCache(Cache):  # type: ignore[misc]
     @property
     def pool(self) -> Pool:
         return self.state.pool
+
+    @property
+    def layer_modes(self) -> list[str]:
+        """Per layer: paged, gathered, or the name of the library's own layer class."""
+        return [
+            ("paged" if layer.mode == PAGED else "gathered") if isinstance(layer, PagedLayer) else type(layer).__name__
+            for layer in self.layers
+        ]
 
     def block_ids(self, layer_idx: int = 0) -> list[list[int]]:
         """The blocks of each row in this layer; 0 where a window has passed."""

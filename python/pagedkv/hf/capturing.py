@@ -15,9 +15,10 @@ from transformers.utils import ModelOutput
 
 from ..transfers import current
 from .cache import PagedCache
-from .layers import PagedLayer
+from .kv_pool import Pool
+from .paged_layers import PagedLayer
 from .tags import TAG
-from .tracing import untraced
+from .untraced import untraced
 
 logger = logging.getLogger(__name__)
 
@@ -87,67 +88,79 @@ class StepGraphs:
         pool: whose blocks and tables the graphs read; a forward over those of another is called.
     """
 
-    def __init__(self, call: Callable[..., Any], cache_name: str, pool: Any) -> None:
+    def __init__(self, call: Callable[..., Any], cache_name: str, pool: Pool) -> None:
         self._call, self._cache_name, self._pool = call, cache_name, pool
-        self._graphs: dict[Any, _StepGraph | None] = {}
+        self._steps: dict[Any, _Step] = {}
         self._memory: Any = None
         self._has_failed = False
 
     def clear(self) -> None:
-        self._graphs.clear()
+        self._steps.clear()
 
     @untraced
     def __call__(self, **kwargs: Any) -> Any:
         cache = kwargs[self._cache_name]
-        is_served = cache.pool is self._pool and reads_blocks_only(cache, self._cache_name, kwargs)
-        if self._has_failed or not is_served or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
+        kind = self._kind(cache, kwargs)
+        if kind is None:
             return self._call(**kwargs)
-        plain = ((name, value) for name, value in kwargs.items() if isinstance(value, int | None))
-        copied = [kwargs[name] for name in _COPIED]
-        kind = (self._pool.table_width, *plain, *((tensor.shape, tensor.dtype) for tensor in copied))
-        if kind not in self._graphs:
-            self._graphs[kind] = None
-            return self._call(**kwargs)
-        graph = self._graphs[kind]
-        if graph is None:
+        step = self._steps.get(kind)
+        if step is None:
+            step = self._steps[kind] = _Step(kwargs)
+            return self._call(**kwargs | step.inputs)
+        if step.graph is None:
             try:
-                graph = self._graphs[kind] = self._capture(kwargs)
+                self._capture(step, kwargs)
             except Exception as error:  # whatever an op raises in a capture
                 self._has_failed = True
                 self.clear()
-                cache.state.begin_again()
-                warn_uncaptured(logger, error, lambda: self._capture(kwargs))
+                cache.state.set_done(False)
+                warn_uncaptured(logger, error, lambda: self._capture(step, kwargs))
             finally:
-                cache.state.begin_again()
-            if graph is None:
+                cache.state.set_done(False)
+            if self._has_failed:
                 return self._call(**kwargs)
-        return graph.replay(cache, copied)
+        return step.replay(cache, kwargs)
 
-    def _capture(self, kwargs: dict[str, Any]) -> _StepGraph:
-        device = kwargs["input_ids"].device
-        with current(device):
+    def _kind(self, cache: PagedCache, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """All that one graph can not serve another value of; None: not to be captured."""
+        if self._has_failed or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
+            return None
+        plain = [(name, kwargs.get(name)) for name in PLAIN if name not in (*_COPIED, "attention_mask")]
+        is_plain = all(isinstance(value, int | None) for _, value in plain)
+        if cache.pool is not self._pool or not is_plain or not reads_blocks_only(cache, self._cache_name, kwargs):
+            return None
+        copied = ((kwargs[name].shape, kwargs[name].dtype) for name in _COPIED)
+        return (self._pool.table_width, *plain, *copied)
+
+    def _capture(self, step: _Step, kwargs: dict[str, Any]) -> None:
+        with current(kwargs["input_ids"].device):
             self._memory = self._memory or torch.cuda.graph_pool_handle()
-            with torch.inference_mode(False):
-                inputs = {name: kwargs[name].clone() for name in _COPIED}
-            graph, output = capture(lambda: self._call(**kwargs | inputs), self._memory)
-        return _StepGraph(graph, list(inputs.values()), output, kwargs[self._cache_name])
+            graph, output = capture(lambda: self._call(**kwargs | step.inputs), self._memory)
+        step.keep(graph, output, kwargs[self._cache_name])
 
 
-class _StepGraph:
-    """One captured step: where it reads ids and positions, and what it gives."""
+class _Step:
+    """One kind of step: where its graph reads ids and positions, and what it gives."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, inputs: list[Tensor], output: Any, cache: PagedCache) -> None:
+    def __init__(self, kwargs: dict[str, Any]) -> None:
+        with torch.inference_mode(False):
+            self.inputs = {name: kwargs[name].clone(memory_format=torch.contiguous_format) for name in _COPIED}
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def keep(self, graph: torch.cuda.CUDAGraph, output: Any, cache: PagedCache) -> None:
         if not isinstance(output, ModelOutput) or not all(isinstance(x, Tensor | PagedCache) for x in output.values()):
             raise NotImplementedError(f"an output of logits and the cache, got {type(output).__name__}")
-        self._graph, self._inputs, self._kind = graph, inputs, type(output)
+        self._kind = type(output)
         self._tensors = {name: value for name, value in output.items() if value is not cache}
         self._caches = [name for name, value in output.items() if value is cache]
+        self.graph = graph
 
-    def replay(self, cache: PagedCache, inputs: list[Tensor]) -> ModelOutput:
+    def replay(self, cache: PagedCache, kwargs: dict[str, Any]) -> ModelOutput:
         """The output of a step of this cache, in tensors of its own."""
-        for static, given in zip(self._inputs, inputs, strict=True):
-            static.copy_(given)
-        self._graph.replay()
-        cache.state.end()
+        assert self.graph is not None
+        for name, static in self.inputs.items():
+            static.copy_(kwargs[name])
+        self.graph.replay()
+        cache.state.set_done(True)
         tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
         return self._kind(**tensors, **dict.fromkeys(self._caches, cache))

@@ -8,16 +8,16 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache import LayerSpec
-from . import attention, support
+from . import attention
 from .cache import PagedCache, layer_windows
 from .compiling import CompiledStep
 from .identity import Identity, ModelWatch
 from .kv_pool import Pool
-from .layers import GATHERED
-from .tracing import skipped, untraced
+from .paged_layers import GATHERED
+from .untraced import skipped, untraced
 
 Result = TypeVar("Result")
 ATTRIBUTE = "_pagedkv_patch"
@@ -52,7 +52,7 @@ class Patch:
         self.find_configs(model)
         self.cache_name = cache_argument(model)
         self.original_class = type(model)
-        self.switches = support.uses_interface(model, self.configs)
+        self.switches = _uses_interface(model, self.configs)
         self.layers: list[tuple[str, LayerSpec | None]] = []  # mode, and shapes, as the first run found them
         self.placement: Any = None
         self.pool: Pool
@@ -109,7 +109,7 @@ class Patch:
 
     def find_configs(self, model: PreTrainedModel) -> None:
         """The configs that name the attention of the model's layers, and what they name while nobody is switched."""
-        self.configs = support.text_configs(model)
+        self.configs = _text_configs(model)
         self.implementations = [config._attn_implementation for config in self.configs]
         for config, name in zip(self.configs, self.implementations, strict=True):
             if name != attention.NAME:  # set by the user: what was dense before stays so
@@ -153,3 +153,20 @@ class Patch:
         for cache in caches:
             if cache is not kept:
                 cache.reset()
+
+
+def _text_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The config objects that the text model's attention layers read: usually one, sometimes copies."""
+    text = model.config.get_text_config(decoder=True)
+    configs = [text]
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if type(config) is type(text) and not any(config is known for known in configs):
+            configs.append(config)
+    return configs
+
+
+def _uses_interface(model: PreTrainedModel, configs: list[PreTrainedConfig]) -> bool:
+    """The attention layers look their function up by ``config._attn_implementation``."""
+    owners = [m for m in model.modules() if isinstance(m, PreTrainedModel) and any(m.config is c for c in configs)]
+    return bool(owners) and all(type(owner)._can_set_attn_implementation() for owner in owners)

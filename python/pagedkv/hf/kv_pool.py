@@ -13,7 +13,7 @@ from torch import Tensor
 from ..block_table import BlockTable
 from ..cache import LayerSpec, PagedKVCache
 from ..manager import GroupSpec, KVCacheManager
-from .sizing import blocks_for, check_fits, check_settings
+from .pool_size import blocks_for, check_fits, check_settings
 from .tags import TAG, MaskTag
 
 Window = int | None

@@ -11,11 +11,12 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from transformers.cache_utils import DynamicCache
 
-from . import reuse, support
+from . import reuse
 from .cache import PagedCache
 from .handle import ATTRIBUTE, Patch
 from .planning import make_traceable, plan
-from .tracing import break_graph, skipped
+from .refusals import check_inputs_are_ids
+from .untraced import break_graph, skipped
 
 
 class _PatchedMethods:
@@ -36,7 +37,7 @@ class _PatchedMethods:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         patch: Patch = self.__dict__[ATTRIBUTE]
-        support.check_inputs_are_ids(self)
+        check_inputs_are_ids(self)
         patch.follow_model(self)
         return patch.run(_generated, patch, super().generate, args, kwargs)  # type: ignore[misc]
 

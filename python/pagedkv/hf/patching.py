@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 
 from ..errors import boolean, refused
 from ..tensor_parallel import agreed_blocks
-from . import reuse, support
+from . import reuse
 from .compiling import CompiledStep, can_capture
 from .handle import ATTRIBUTE, Patch, placement
 from .kv_pool import Pool, sized
 from .methods import patched_class
-from .probe import Probe, checked_attention
-from .sizing import check_settings
+from .pool_size import check_settings
+from .probe import Probe, checked_attention, evaluation
+from .refusals import UnsupportedModelError, base_model, check_inputs_are_ids, check_model, failed, refuse
 
 Model = TypeVar("Model")
 _PROBE_BLOCKS, _PROBE_BLOCK_SIZE = 32, 16  # a larger block would need its memory before it is known how much
@@ -27,7 +28,7 @@ _PROBE_BLOCKS, _PROBE_BLOCK_SIZE = 32, 16  # a larger block would need its memor
 
 def _target(model: Any) -> PreTrainedModel:
     """The transformers model inside a compiled module or an adapter model."""
-    model = support.base_model(model)
+    model = base_model(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}")
     return model
@@ -86,13 +87,13 @@ def patch(
         "compile": _compile_options(compile),
     }
     target = _target(model)
-    support.check_inputs_are_ids(model)
+    check_inputs_are_ids(model)
     known: Patch | None = target.__dict__.get(ATTRIBUTE)
     if known is not None:
         if known.options != options:
             raise ValueError(f"pagedkv: the model is patched with {known.options}; unpatch it first to use {options}")
         return model
-    support.check_model(target)
+    check_model(target)
     _install(target, Patch(target, options))
     return model
 
@@ -127,7 +128,7 @@ def _probe(model: PreTrainedModel, handle: Patch) -> None:
     """Run both ways, compare, and learn each layer's mode."""
     block_size = min(handle.options["block_size"], _PROBE_BLOCK_SIZE)
     handle.set_pool(model, _PROBE_BLOCKS, block_size, prefix_caching=False)
-    with support.evaluation(model):
+    with evaluation(model):
         generate = partial(handle.original_class.generate, model)
         probe = Probe(model, generate, handle.cache_name, handle.options["kv_dtype"])
         try:
@@ -146,12 +147,12 @@ def _probe_paged(model: PreTrainedModel, handle: Patch, probe: Probe) -> None:
     try:
         with checked_attention(model, cache.state.layers):
             paged = probe.run(model.generate, cache)
-    except support.UnsupportedModelError:
+    except UnsupportedModelError:
         raise
     except Exception as error:
-        raise support.failed(model, error, "its short generation fails") from error
+        raise failed(model, error, "its short generation fails") from error
     if not any(layer.spec for layer in cache.state.layers):
-        raise support.refuse(model, "its forward does not write to the cache it is given")
+        raise refuse(model, "its forward does not write to the cache it is given")
     probe.check_generated(paged)
     handle.layers = [(layer.mode, layer.spec) for layer in cache.state.layers]
     handle.placement = placement(model)
@@ -165,7 +166,7 @@ def _size_pool(model: PreTrainedModel, handle: Patch) -> None:
     num_blocks = agreed_blocks(model, lambda: sized(handle.pool, *sizes, device))
     caching = options["prefix_caching"] and reuse.allowed(model, handle.new_cache(model))
     handle.set_pool(model, num_blocks, options["block_size"], caching)
-    handle.pool.layer_modes = support.modes(handle.new_cache(model))
+    handle.pool.layer_modes = handle.new_cache(model).layer_modes
 
 
 def unpatch(model: Model) -> Model:

@@ -16,7 +16,7 @@ from . import reuse
 from .cache import PagedCache
 from .capturing import reads_blocks_only
 from .handle import Patch, cache_argument
-from .tracing import untraced
+from .untraced import untraced
 
 
 @untraced

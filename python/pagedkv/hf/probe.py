@@ -16,8 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import pagedkv_ops
 
 from .attention import NAME, paged_attention
-from .layers import INDICES, PAGED, PagedLayer
-from .support import failed, refuse
+from .paged_layers import INDICES, PAGED, PagedLayer
+from .refusals import failed, refuse
 from .tags import TAG
 
 NEW_TOKENS = 3
@@ -174,6 +174,19 @@ def _own_attention(
     except Exception:  # it wants other arguments: the logits judge alone
         return None
     return output[:, 0][lengths > 0]
+
+
+@contextmanager
+def evaluation(model: torch.nn.Module) -> Iterator[None]:
+    """No dropout inside; every module's mode comes back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @contextmanager

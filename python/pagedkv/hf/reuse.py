@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .cache import PagedCache
 from .identity import ModelWatch
-from .layers import PagedLayer
+from .paged_layers import PagedLayer
 from .state import PagedState
 
 logger = logging.getLogger(__name__)
@@ -100,22 +100,36 @@ def attach(watch: ModelWatch, cache_name: str, cache: PagedCache, ids: Tensor, m
 
     generate() cuts one number of columns from all rows: the smallest of (padding + cached tokens).
     """
-    state, identity = cache.state, watch.look()
-    mask = model_kwargs.get("attention_mask")
-    valid = _mask_of(mask, len(ids), ids.shape[1] if mask is None else mask.shape[-1])
+    state, mask = cache.state, model_kwargs.get("attention_mask")
     is_fresh = state.rows is None and not state.seen
-    if is_fresh:
+    valid = _mask_of(mask, len(ids), ids.shape[1] if mask is None else mask.shape[-1])
+    _identify(watch, cache_name, state, valid, model_kwargs.get("position_ids"), model_kwargs)
+    if valid is None or state.identity is None:
+        return
+    if is_fresh and valid.shape == ids.shape and watch.recorded(model_kwargs) is None:
+        _begin(cache, ids.cpu().numpy(), valid)
+
+
+def _identify(
+    watch: ModelWatch,
+    cache_name: str,
+    state: PagedState,
+    valid: NDArray[np.bool_] | None,
+    positions: Tensor | None,
+    kwargs: dict[str, Any],
+) -> None:
+    """Let a state publish nothing unless all that its keys depend on is in its identity."""
+    identity = watch.look()
+    if state.rows is None and not state.seen:
         state.identity = identity
     if not (
         valid is not None
         and identity.keys is not None
         and state.identity == identity
-        and _is_covered(model_kwargs, cache_name)
-        and _follow_mask(model_kwargs.get("position_ids"), valid)
+        and _is_covered(kwargs, cache_name)
+        and _follow_mask(positions, valid)
     ):
         state.identity = None
-    elif is_fresh and valid.shape == ids.shape and watch.recorded(model_kwargs) is None:
-        _begin(cache, ids.cpu().numpy(), valid)
 
 
 def _begin(cache: PagedCache, ids: NDArray[np.int64], valid: NDArray[np.bool_]) -> None:
@@ -142,21 +156,10 @@ def follow_call(
 ) -> None:
     """The same for a forward that a user calls: all of its inputs are the user's."""
     columns, length = state.seen, inputs.shape[1]
-    is_fresh = state.rows is None and not columns
-    identity = watch.look()
-    if is_fresh:
-        state.identity = identity
     valid = _mask_of(kwargs.get("attention_mask"), len(inputs), columns + length)
     positions = kwargs.get("position_ids")
     if positions is None:  # the model counts columns
         positions = torch.arange(columns, columns + length)[None]
-    if not (
-        valid is not None
-        and identity.keys is not None
-        and state.identity == identity
-        and len(args) < 2
-        and _is_covered(kwargs, cache_name)
-        and kwargs.get("cache_position") is None
-        and _follow_mask(positions, valid)
-    ):
+    _identify(watch, cache_name, state, valid, positions, kwargs)
+    if len(args) > 1 or kwargs.get("cache_position") is not None:
         state.identity = None

@@ -16,7 +16,7 @@ from .identity import Identity
 from .kv_pool import Pool
 from .rows import Ints, Rows
 from .step import Packing, Step
-from .tracing import untraced
+from .untraced import untraced
 
 Bools = NDArray[np.bool_]
 
@@ -204,15 +204,10 @@ class PagedState:
         is_packed = query_length > 1 or not valid.all()
         self._packing = Packing(rows, valid, starts, held) if is_packed else None
 
-    def end(self) -> None:
-        """Every layer has written the planned forward's keys: a graph was replayed in its place."""
+    def set_done(self, done: bool) -> None:
+        """All layers have written the planned forward's keys (its graph was replayed), or none (it was captured)."""
         for layer in self.layers:
-            layer.done, layer.pending = True, None
-
-    def begin_again(self) -> None:
-        """No layer has written the planned forward's keys: it was only captured."""
-        for layer in self.layers:
-            layer.done, layer.pending = False, None
+            layer.done, layer.pending = done, None
 
     @untraced
     def write_pending(self) -> None:

@@ -14,7 +14,7 @@ from ..cache import LayerSpec
 from .state import PagedState
 from .step import Step
 from .tags import TAG
-from .tracing import untraced
+from .untraced import untraced
 
 UNDECIDED, PAGED, GATHERED = "undecided", "paged", "gathered"
 # keyword arguments of a packed forward: a tensor per group of layers each

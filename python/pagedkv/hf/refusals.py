@@ -1,20 +1,16 @@
-"""Which models blocks can serve, as far as it is known without running them."""
+"""Which models blocks can not serve, as far as it is known without running them, and the words for it."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch._dynamo.eval_frame import OptimizedModule
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..tensor_parallel import split_kv_heads
-from .cache import PagedCache, layer_kinds
+from .cache import layer_kinds
 from .identity import hook_dicts
-from .layers import PAGED, PagedLayer
 
 
 class UnsupportedModelError(NotImplementedError):
@@ -81,41 +77,3 @@ def check_inputs_are_ids(model: Any) -> None:
     config: Any = getattr(wrapper, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
         raise refuse(wrapper, f"{config.peft_type.value} puts vectors before the prompt that are no tokens")
-
-
-def text_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The config objects that the text model's attention layers read: usually one, sometimes copies."""
-    text = model.config.get_text_config(decoder=True)
-    configs = [text]
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if type(config) is type(text) and not any(config is known for known in configs):
-            configs.append(config)
-    return configs
-
-
-def uses_interface(model: PreTrainedModel, configs: list[PreTrainedConfig]) -> bool:
-    """The attention layers look their function up by ``config._attn_implementation``."""
-    owners = [m for m in model.modules() if isinstance(m, PreTrainedModel) and any(m.config is c for c in configs)]
-    return bool(owners) and all(type(owner)._can_set_attn_implementation() for owner in owners)
-
-
-@contextmanager
-def evaluation(model: torch.nn.Module) -> Iterator[None]:
-    """No dropout inside; every module's mode comes back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def modes(cache: PagedCache) -> list[str]:
-    """Per layer: paged, gathered, or the name of the library's own layer class."""
-    return [
-        ("paged" if layer.mode == PAGED else "gathered") if isinstance(layer, PagedLayer) else type(layer).__name__
-        for layer in cache.layers
-    ]
