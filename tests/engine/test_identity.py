@@ -7,35 +7,17 @@ import copy
 import pytest
 import torch
 
+from ..adapters import set_scale, swap_data, with_adapters
 from .conftest import build_llama
 from .oracle import native, prompts
-
-peft = pytest.importorskip("peft")
 
 PROMPT = prompts(1, 41, 41, seed=2)[0]
 
 
-def with_adapters(targets=("q_proj", "k_proj", "v_proj"), layers=2):
+def adapted(targets=("q_proj", "k_proj", "v_proj"), layers=2):
     """The transformers model inside a PEFT wrapper, and the wrapper."""
-    config = peft.LoraConfig(target_modules=list(targets), init_lora_weights=False, lora_alpha=64)
-    torch.manual_seed(1)
-    wrapper = peft.get_peft_model(build_llama(num_hidden_layers=layers), config, adapter_name="one")
-    wrapper.add_adapter("two", config)
-    wrapper.eval()
+    wrapper = with_adapters(build_llama(num_hidden_layers=layers), target_modules=list(targets))
     return wrapper.get_base_model(), wrapper
-
-
-def set_scale(wrapper, scale):
-    for module in wrapper.modules():
-        if hasattr(module, "set_scale"):
-            module.set_scale("one", scale)
-
-
-def swap_data(wrapper):
-    parameters = dict(wrapper.named_parameters())
-    for name, parameter in parameters.items():
-        if ".two." in name:
-            parameters[name.replace(".two.", ".one.")].data.copy_(parameter.data)
 
 
 def write(wrapper):
@@ -63,13 +45,13 @@ def add_and_set(wrapper):
 
 CHANGES = {
     "adapter": (lambda wrapper: wrapper.set_adapter("two"), "adapters"),
-    "scale": (lambda wrapper: set_scale(wrapper, 0.1), "scaling"),
+    "scale": (lambda wrapper: set_scale(wrapper, "one", 0.1), "scaling"),
     "merge": (lambda wrapper: wrapper.merge_adapter(), "merged adapters"),
     "weight": (write, "weights"),
     "replaced weight": (replace_weight, "weights"),
     "replaced module": (replace_module, "weights"),
     "new adapter": (add_and_set, "adapters"),
-    "hot-swap": (swap_data, "values"),
+    "hot-swap": (lambda wrapper: swap_data(wrapper, "two", "one"), "values"),
     "attribute": (
         lambda wrapper: setattr(wrapper.get_base_model().model.layers[0].self_attn, "scaling", 1.0),
         "attributes",
@@ -92,7 +74,7 @@ def greedy(engine, tokens=6, **options):
 @pytest.mark.parametrize("steps", [0, 2])
 def test_changed_between_add_and_step(make_engine, change, steps):
     """Also between two steps; writes through .data are then seen when the next request is added."""
-    model, wrapper = with_adapters()
+    model, wrapper = adapted()
     engine = make_engine(model)
     before = native(model, PROMPT, max_new_tokens=6, do_sample=False)
     cached = engine.generate([PROMPT], max_new_tokens=6)[0]
@@ -116,14 +98,14 @@ def test_changed_between_add_and_step(make_engine, change, steps):
 @pytest.mark.parametrize("change", ["adapter", "scale"])
 def test_a_later_request_under_the_first_adapter_has_its_tokens(make_engine, change):
     """What was begun under one key and changed is not found under it."""
-    model, wrapper = with_adapters()
+    model, wrapper = adapted()
     engine = make_engine(model)
     one = native(model, PROMPT, max_new_tokens=6, do_sample=False)
     greedy(engine)
     CHANGES[change][0](wrapper)
     run(engine)
     wrapper.set_adapter("one")
-    set_scale(wrapper, 1.0)
+    set_scale(wrapper, "one", 1.0)
     result = engine.generate([PROMPT], max_new_tokens=6)[0]
     assert (result.token_ids, result.num_cached_tokens) == (one, 0)
     result = engine.generate([PROMPT], max_new_tokens=6)[0]
@@ -132,7 +114,7 @@ def test_a_later_request_under_the_first_adapter_has_its_tokens(make_engine, cha
 
 def test_a_model_that_changes_within_a_step_gives_no_tokens_of_it(make_engine):
     """The forward of a class changes the adapter, as another thread may: blocks of that step are not published."""
-    model, wrapper = with_adapters()
+    model, wrapper = adapted()
     engine = make_engine(model)
     one = native(model, PROMPT, max_new_tokens=6, do_sample=False)
     first = greedy(engine)
@@ -156,7 +138,7 @@ def test_a_model_that_changes_within_a_step_gives_no_tokens_of_it(make_engine):
 
 def test_other_requests_go_on(make_engine):
     """A sampled and a drafted request that were added after the change have the tokens of an undisturbed run."""
-    model, wrapper = with_adapters()
+    model, wrapper = adapted()
     sampled = {"do_sample": True, "num_return_sequences": 2, "seed": 3, "max_new_tokens": 8}
     drafted = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 8}
     wrapper.set_adapter("two")
@@ -177,29 +159,29 @@ def test_other_requests_go_on(make_engine):
 
 
 def test_scale_is_identity(make_engine):
-    model, wrapper = with_adapters()
+    model, wrapper = adapted()
     engine = make_engine(model)
     for scale in (1.0, 0.1, 1.0):
-        set_scale(wrapper, scale)
+        set_scale(wrapper, "one", scale)
         expected = native(model, PROMPT, max_new_tokens=6, do_sample=False)
         assert engine.generate([PROMPT], max_new_tokens=6)[0].token_ids == expected
 
 
 def test_a_compiled_engine_refuses_another_scale(make_engine, untuned):
-    model, wrapper = with_adapters(["v_proj"], layers=1)
+    model, wrapper = adapted(["v_proj"], layers=1)
     engine = make_engine(model, compile=True)
     expected = native(model, PROMPT, max_new_tokens=6, do_sample=False)
     assert engine.generate([PROMPT], max_new_tokens=6)[0].token_ids == expected
     request = greedy(engine)
-    set_scale(wrapper, 0.1)
+    set_scale(wrapper, "one", 0.1)
     with pytest.raises(ValueError, match=r"compiled .* \(scaling of adapters\); make a new Engine"):
         engine.generate([PROMPT], max_new_tokens=6)
     result = run(engine)[request]
     assert result.finish_reason == "error"
     assert "scaling" in result.error
-    set_scale(wrapper, 1.0)
+    set_scale(wrapper, "one", 1.0)
     assert engine.generate([PROMPT], max_new_tokens=6)[0].token_ids == expected
-    swap_data(wrapper)
+    swap_data(wrapper, "two", "one")
     with pytest.raises(ValueError, match="values of weights"):
         greedy(engine)
     handle = model.model.layers[0].register_forward_hook(lambda *_: None)

@@ -6,16 +6,34 @@ import torch
 from models import Computed
 
 import pagedkv
+from pagedkv.hf.handle import ATTRIBUTE
 
 PROMPT = {"input_ids": torch.arange(2, 43)[None], "attention_mask": torch.ones(1, 41, dtype=torch.long)}
+HIT = 1  # token that the first forward computes where the 40 before it are found
 
 
 def patch(model):
     return pagedkv.patch(model, num_blocks=256, block_size=4, prefix_caching=True)
 
 
+def patch_of(model):
+    return model.__dict__[ATTRIBUTE]
+
+
 def generate(model, **kwargs):
     return model.generate(**{**PROMPT, "max_new_tokens": 6, "do_sample": False, **kwargs})
+
+
+def computed(model, **kwargs):
+    """Tokens of a call, and how many its first forward computed."""
+    counts = Computed(model)
+    return generate(model, **kwargs), counts.take()[0]
+
+
+def assert_computes(model, expected, width, **kwargs):
+    tokens, count = computed(model, **kwargs)
+    assert torch.equal(tokens, expected)
+    assert count == width
 
 
 def natives(make, *changes):
@@ -32,15 +50,10 @@ def assert_identity(make, *changes):
     """Each change has another result, the patched model gives it, misses after each change, and hits when repeated."""
     expected = natives(make, *changes)
     model = patch(make())
-    before = None
-    for native, change in zip(expected, (None, *changes), strict=True):
+    for before, native, change in zip([None, *expected], expected, (None, *changes), strict=False):
         if change is not None:
             change(model)
             assert not torch.equal(native, before), "the change changes nothing"
-        before = native
-        computed = Computed(model)
-        assert torch.equal(generate(model), native)
-        assert computed.take()[0] == 41
-        assert torch.equal(generate(model), native)
-        assert computed.take()[0] == 1
+        assert_computes(model, native, 41)
+        assert_computes(model, native, HIT)
     assert pagedkv.pool(model).used_blocks == 0

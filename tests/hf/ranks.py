@@ -48,18 +48,23 @@ def error_of(function, *args, **options):
     return None
 
 
-def tokens(folder, name, **options):
+def tokens(folder, name, compile=False):
     """Of ``generate`` on blocks and of the engine, and what the blocks held."""
     import pagedkv
 
     model = load(folder, name)
+    options = {}
+    if compile:  # Inductor takes its time: the engine's forward alone goes through it
+        with pagedkv.patched(model, num_blocks=32, compile=True):
+            assert not model.__dict__["_pagedkv_patch"].compiled._is_frozen  # freezing fails on DTensors
+        options = {"compile": {"backend": "aot_eager"}}
     pagedkv.patch(model, num_blocks=32, **options)
     found = {"generate": generated(model)}
     pool = pagedkv.hf.pool(model)
     found["kv_heads"] = {spec.num_kv_heads for _, spec in pool._stores}
     found["used"], found["peak"] = pool.used_blocks, pool.peak_used_blocks
     pagedkv.unpatch(model)
-    with pagedkv.Engine(model, num_blocks=32, block_size=4, **options) as engine:
+    with pagedkv.Engine(model, num_blocks=32, block_size=4, compile=compile) as engine:
         found["engine"] = [result.token_ids for result in engine.generate(prompts(), **NEW)]
     return found
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
-from adapters import peft, set_scale, swap_data, with_adapters
-from identities import PROMPT, assert_identity, generate, natives, patch
-from models import Computed, tiny
+from identities import HIT, PROMPT, assert_computes, assert_identity, computed, generate, natives, patch, patch_of
+from models import tiny
 from torch.nn.utils import parametrize
 
 import pagedkv
+from tests.adapters import peft, set_scale, swap_data, with_adapters
+
+
+def adapted(config=None, layers=3, **options):
+    return with_adapters(tiny("llama", num_hidden_layers=layers), config, **options)
 
 
 def write(model, name="k_proj", through_data=False):
@@ -119,10 +125,8 @@ def test_a_replaced_forward_of_a_class_finds_nothing(monkeypatch):
     kind = type(model.model.layers[0].mlp)
     forward = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, hidden: -4 * forward(self, hidden))
-    computed = Computed(model)
-    after = generate(model)
-    assert computed.take()[0] == 41
-    assert torch.equal(after, generate(tiny("llama")))
+    after = generate(tiny("llama"))
+    assert_computes(model, after, 41)
     assert not torch.equal(after, before)
 
 
@@ -145,7 +149,7 @@ ADAPTERS = {
 
 @pytest.mark.parametrize("change", ADAPTERS)
 def test_changed_adapter(change):
-    assert_identity(with_adapters, *ADAPTERS[change])
+    assert_identity(adapted, *ADAPTERS[change])
 
 
 KINDS = {
@@ -162,41 +166,35 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_adapters(kind):
-    assert_identity(lambda: with_adapters(KINDS[kind]()), lambda model: model.set_adapter("two"), disable)
+    assert_identity(lambda: adapted(KINDS[kind]()), lambda model: model.set_adapter("two"), disable)
 
 
 def test_merged_and_unmerged_adapters_share_nothing():
     """Merging rounds: the tokens of before or after come again only with the blocks of before or after."""
-    model = with_adapters()
+    model = adapted()
     expected = generate(model)
     patch(model)
     for change in (None, model.merge_adapter, model.unmerge_adapter):
         if change is not None:
             change()
-        computed = Computed(model)
-        assert torch.equal(generate(model), expected)
-        assert computed.take()[0] == 41
+        assert_computes(model, expected, 41)
 
 
 def test_back_to_an_adapter_finds_its_prefix():
-    model = with_adapters()
+    model = adapted()
     expected = {}
     for name in ("one", "two"):
         model.set_adapter(name)
         expected[name] = generate(model)
     patch(model)
-    widths = []
-    for name in ("one", "two", "one"):
+    for name, width in (("one", 41), ("two", 41), ("one", HIT)):
         model.set_adapter(name)
-        computed = Computed(model)
-        assert torch.equal(generate(model), expected[name])
-        widths.append(computed.take()[0])
-    assert widths == [41, 41, 1]
+        assert_computes(model, expected[name], width)
 
 
 def test_hot_swapped_and_back_finds_nothing():
     """Nobody knows when the values were swapped, so what was published before is not trusted."""
-    model = with_adapters()
+    model = adapted()
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
     expected = generate(model)
     patch(model)
@@ -205,9 +203,7 @@ def test_hot_swapped_and_back_finds_nothing():
     generate(model)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(values[name])
-    computed = Computed(model)
-    assert torch.equal(generate(model), expected)
-    assert computed.take()[0] == 41
+    assert_computes(model, expected, 41)
 
 
 OTHER = {
@@ -223,16 +219,12 @@ def test_other_positions(other):
     expected = [generate(model, **given) for given in inputs]
     assert not torch.equal(expected[0], expected[1])
     patch(model)
-    widths = []
-    for given, native in zip(inputs, expected, strict=True):
-        computed = Computed(model)
-        assert torch.equal(generate(model, **given), native)
-        widths.append(computed.take()[0])
-    assert widths == [41, 41, 1]
+    for given, native, width in zip(inputs, expected, (41, 41, HIT), strict=True):
+        assert_computes(model, native, width, **given)
 
 
 def test_other_adapter_names():
-    model = with_adapters()
+    model = adapted()
     asked = [["one"], ["two"], ["__base__"], ["one"]]
     expected = [generate(model, adapter_names=names) for names in asked]
     assert not torch.equal(expected[0], expected[1])
@@ -251,20 +243,18 @@ def test_forward_by_hand_publishes_only_what_its_key_covers(padding):
     mask = torch.cat([torch.zeros(1, padding, dtype=torch.long), mask], 1)
     expected = generate(model)
     patch(model)
-    handle = model.__dict__["_pagedkv_patch"]
+    handle = patch_of(model)
     cache = handle.new_cache(model)
     with torch.no_grad():
         model(ids, attention_mask=mask, **{handle.cache_name: cache})
     cache.reset()
-    computed = Computed(model)
-    assert torch.equal(generate(model), expected)
-    assert computed.take()[0] == (41 if padding else 1)
+    assert_computes(model, expected, 41 if padding else HIT)
 
 
 def test_a_chat_that_changes_its_adapter_publishes_nothing_more():
-    model = with_adapters()
+    model = adapted()
     patch(model)
-    handle = model.get_base_model().__dict__["_pagedkv_patch"]
+    handle = patch_of(model.get_base_model())
     first = generate(model, return_dict_in_generate=True)
     model.set_adapter("two")
     longer = torch.cat([first.sequences, torch.arange(60, 81)[None]], 1)
@@ -280,67 +270,64 @@ def test_a_chat_that_changes_its_adapter_publishes_nothing_more():
 
 
 def test_active_dropout_neither_hits_nor_publishes():
-    model = with_adapters(lora_dropout=0.5)
+    model = adapted(lora_dropout=0.5)
     expected = generate(model)
     patch(model)
-    widths = []
-    for mode in (True, True, False, False):
-        model.train(mode)
-        computed = Computed(model)
-        got = generate(model)
-        assert mode or torch.equal(got, expected)
-        widths.append(computed.take()[0])
-    assert widths == [41, 41, 41, 1]
+    for _ in range(2):
+        model.train()
+        assert computed(model)[1] == 41
+    model.eval()
+    assert_computes(model, expected, 41)
+    assert_computes(model, expected, HIT)
 
 
 def test_a_changed_config_finds_nothing():
     model = patch(tiny("llama"))
-    widths = []
-    for factor in (1.0, 2.0, 1.0):
+    for factor, width in ((1.0, 41), (2.0, 41), (1.0, HIT)):
         model.config.rope_parameters["factor"] = factor
-        computed = Computed(model)
-        generate(model)
-        widths.append(computed.take()[0])
-    assert widths == [41, 41, 1]
+        assert computed(model)[1] == width
 
 
-def test_hooks_neither_hit_nor_publish():
-    model = tiny("llama")
-    plain = generate(model)
-    patch(model)
+@contextmanager
+def hook(model):
     vector = torch.randn(64, generator=torch.Generator().manual_seed(0)) * 3
-    generate(model)
     handle = model.model.layers[0].register_forward_hook(lambda module, args, out: out + vector)
-    computed = Computed(model)
-    steered = [generate(model), generate(model)]
-    assert computed.calls.count(41) == 2
-    native = generate(pagedkv.unpatch(model))
-    assert not torch.equal(native, plain)
-    assert all(torch.equal(got, native) for got in steered)
+    yield
     handle.remove()
-    patch(model)
-    assert torch.equal(generate(model), plain)
 
 
-def test_a_global_hook_and_a_replaced_forward_neither_hit_nor_publish():
-    model = tiny("llama")
-    plain = generate(model)
-    patch(model)
-    generate(model)
+@contextmanager
+def global_hook(model):
+    norm = model.model.layers[1].input_layernorm
+    negate = lambda module, args, out: -out if module is norm else None  # noqa: E731
+    handle = torch.nn.modules.module.register_module_forward_hook(negate)
+    yield
+    handle.remove()
+
+
+@contextmanager
+def replaced_forward(model):
     norm = model.model.layers[1].input_layernorm
     forward = norm.forward
     norm.forward = lambda hidden: -forward(hidden)
-    got = generate(model)
+    yield
     del norm.forward
-    assert not torch.equal(got, plain)
-    assert torch.equal(generate(model), plain)
-    add = lambda module, args, out: -out if module is norm else None  # noqa: E731
-    handle = torch.nn.modules.module.register_module_forward_hook(add)
-    try:
-        assert torch.equal(generate(model), got)
-    finally:
-        handle.remove()
-    assert torch.equal(generate(model), plain)
+
+
+@pytest.mark.parametrize("private", [hook, global_hook, replaced_forward])
+def test_hooks_neither_hit_nor_publish(private):
+    twin, model = tiny("llama"), patch(tiny("llama"))
+    plain = generate(twin)
+    with private(twin):
+        steered = generate(twin)
+    assert not torch.equal(steered, plain)
+    for _ in range(2):
+        with private(model):
+            assert_computes(model, steered, 41)
+    assert_computes(model, plain, 41)
+    with private(model):
+        assert_computes(model, steered, 41)
+    assert_computes(model, plain, HIT)
 
 
 COMPILED = {
@@ -355,21 +342,11 @@ COMPILED = {
 
 def test_a_compiled_step_follows():
     """One after the other, in one model: compiling is slow. The hook is what torch.compile guards by nothing."""
-    expected = natives(with_adapters, *COMPILED.values())
-    model = with_adapters()
+    expected = natives(lambda: adapted(layers=1), *COMPILED.values())
+    model = adapted(layers=1)
     pagedkv.patch(model, num_blocks=256, block_size=4, compile={"backend": "eager"})
     assert torch.equal(generate(model), expected[0])
     for before, native, name in zip(expected, expected[1:], COMPILED, strict=False):
         COMPILED[name](model)
         assert not torch.equal(native, before)
         assert torch.equal(generate(model), native), name
-
-
-def test_a_frozen_step_follows_values_written_through_data():
-    model = with_adapters(target_modules=["v_proj"], layers=1)
-    pagedkv.patch(model, num_blocks=256, block_size=4, compile=True)
-    before = generate(model)
-    swap_data(model, "two", "one")
-    got = generate(model)
-    assert not torch.equal(got, before)
-    assert torch.equal(got, generate(pagedkv.unpatch(model)))

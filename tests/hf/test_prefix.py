@@ -9,10 +9,10 @@ from unittest import mock
 import models
 import pytest
 import torch
+from identities import patch, patch_of
 from models import Computed, ragged, tiny, with_cache
 
 import pagedkv
-from pagedkv.hf.handle import ATTRIBUTE
 
 SYSTEM = torch.arange(2, 42)  # 10 blocks of 4
 
@@ -44,14 +44,6 @@ def interrupted(module, calls=1):
 @pytest.fixture
 def model():
     return tiny("llama")
-
-
-def patch(model):
-    return pagedkv.patch(model, num_blocks=256, block_size=4, prefix_caching=True)
-
-
-def patch_of(model):
-    return model.__dict__[ATTRIBUTE]
 
 
 def generate(model, inputs, **options):
@@ -94,18 +86,6 @@ def test_answers_are_found_too(model):
     got = generate(model, chat)
     assert computed.take()[0] == 54 - 52
     assert torch.equal(got, generate(pagedkv.unpatch(model), chat))
-
-
-def test_changed_parameters_find_nothing(model):
-    patch(model)
-    inputs = prompts([50])
-    generate(model, inputs)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
-    computed = Computed(model)
-    got = generate(model, inputs)
-    assert computed.take()[0] == 41
-    assert torch.equal(got, generate(pagedkv.unpatch(model), inputs))
 
 
 def test_clear_prefix_cache(model):
@@ -162,22 +142,6 @@ def test_tokens_given_to_forward_after_generate_are_found_if_their_keys_are_ther
     assert torch.equal(generate(model, asked), expected)
     found = asked["input_ids"].shape[1] - computed.take()[0]
     assert found == (44 if fails else given.shape[1] // 4 * 4)
-
-
-def test_adapters_do_not_share():
-    peft = pytest.importorskip("peft")
-    options = {"target_modules": ["q_proj", "k_proj"], "init_lora_weights": False}
-    model = peft.get_peft_model(tiny("llama"), peft.LoraConfig(**options), adapter_name="one")
-    model.add_adapter("two", peft.LoraConfig(**options))
-    inputs = prompts([50])
-    expected = {}
-    for name in ("one", "two"):
-        model.set_adapter(name)
-        expected[name] = generate(model, inputs, max_new_tokens=8)
-    patch(model)
-    for name in ("one", "two", "one"):
-        model.set_adapter(name)
-        assert torch.equal(generate(model, inputs, max_new_tokens=8), expected[name])
 
 
 def test_embeddings_and_no_reuse_by_default(model):

@@ -27,6 +27,7 @@ FAULTS = {
     "sinks": ("gpt_oss", {"sinks": None}),
     "causal": ("llama", {"causal": False}),
 }
+CASES = [(fault, kind, list(SERVE)[(i + j) % 2]) for i, fault in enumerate(FAULTS) for j, kind in enumerate(KINDS)]
 
 
 def _with(op, change):
@@ -34,9 +35,7 @@ def _with(op, change):
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
-@pytest.mark.parametrize("serve", SERVE)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("fault", "kind", "serve"), CASES)
 def test_rounding_passes_and_a_wrong_attention_does_not(fault, kind, serve, monkeypatch):
     family, change = FAULTS[fault]
     model = KINDS[kind](tiny(family))
@@ -48,10 +47,7 @@ def test_rounding_passes_and_a_wrong_attention_does_not(fault, kind, serve, monk
     if serve == "patch":  # the model's own attention over gathered keys is left then
         assert not SERVE[serve](model)
     else:
-        with pytest.raises(
-            UnsupportedModelError,
-            match=r"differs? from its own",
-        ):
+        with pytest.raises(UnsupportedModelError, match=r"differs? from its own"):
             SERVE[serve](model)
 
 

@@ -6,10 +6,10 @@ import functools
 
 import pytest
 import torch
-from adapters import peft, with_adapters
 from models import Computed, ragged, tiny
 
 import pagedkv
+from tests.adapters import peft, with_adapters
 
 BATCH = [9, 4, 12]
 MODES = {
@@ -52,10 +52,10 @@ def test_a_probe_sees_every_row(mode):
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(seen, native, strict=True))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "kind", ["hook", "pre-hook", "pre-hook with kwargs", "global hook", "forward", "module", "class"]
-)
+KINDS = ["pre-hook", "pre-hook with kwargs", "global hook", "forward", "module", "class"]
+
+
+@pytest.mark.parametrize(("mode", "kind"), [*((mode, "hook") for mode in MODES), *(("ragged", kind) for kind in KINDS)])
 def test_each_row_has_its_vector(mode, kind):
     """Steering: an offset per row, masked to the row's real tokens where the mask has the columns."""
     inputs, count = rows_of(mode)
@@ -151,7 +151,7 @@ def test_a_hook_that_raises_is_named(kind, serve):
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("beams", [1, 2])
 def test_mixed_adapters(beams, caching):
-    model = with_adapters()
+    model = with_adapters(tiny("llama"))
     inputs = ragged([9, 5])
     options = {"adapter_names": ["one", "two"], "num_beams": beams}
     expected = generate(model, inputs, **options)
