@@ -12,7 +12,7 @@ from models import generate, ragged, tiny
 import pagedkv
 
 ROOT = f"{Path(pagedkv.__file__).parent}/"
-LAYERS = ["hf/attention.py", "hf/layers.py", "engine/packed.py"]
+LAYERS = ["hf/attention.py", "hf/paged_layers.py", "engine/packed.py"]
 FILES = [*LAYERS, "hf/state.py", "hf/planning.py", "hf/step.py", "hf/cache.py"]
 
 
@@ -84,4 +84,4 @@ def test_an_interrupt_at_any_line_of_a_forward_loses_nothing(use):
             raised[place[0]] += 1
     print(f"raised {raised.total()} times:", *raised.items())
     assert raised["hf/attention.py"] >= 15
-    assert raised["engine/packed.py" if use is _served else "hf/layers.py"] >= 15
+    assert raised["engine/packed.py" if use is _served else "hf/paged_layers.py"] >= 15

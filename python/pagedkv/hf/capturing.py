@@ -113,11 +113,7 @@ class StepGraphs:
             except Exception as error:  # whatever an op raises in a capture
                 self._has_failed = True
                 self.clear()
-                cache.state.set_done(False)
                 warn_uncaptured(logger, error, lambda: self._capture(step, kwargs))
-            finally:
-                cache.state.set_done(False)
-            if self._has_failed:
                 return self._call(**kwargs)
         return step.replay(cache, kwargs)
 
@@ -133,10 +129,11 @@ class StepGraphs:
         return (self._pool.table_width, *plain, *copied)
 
     def _capture(self, step: _Step, kwargs: dict[str, Any]) -> None:
-        with current(kwargs["input_ids"].device):
+        cache = kwargs[self._cache_name]
+        with current(kwargs["input_ids"].device), cache.state.unwritten():
             self._memory = self._memory or torch.cuda.graph_pool_handle()
             graph, output = capture(lambda: self._call(**kwargs | step.inputs), self._memory)
-        step.keep(graph, output, kwargs[self._cache_name])
+        step.keep(graph, output, cache)
 
 
 class _Step:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,9 +206,19 @@ class PagedState:
         self._packing = Packing(rows, valid, starts, held) if is_packed else None
 
     def set_done(self, done: bool) -> None:
-        """All layers have written the planned forward's keys (its graph was replayed), or none (it was captured)."""
+        """All layers have written the planned forward's keys, or none."""
         for layer in self.layers:
             layer.done, layer.pending = done, None
+
+    @contextmanager
+    def unwritten(self) -> Iterator[None]:
+        """The planned forward runs inside without writing a key: it is captured."""
+        failed, self._failed = self._failed, True
+        try:
+            yield
+        finally:
+            self.set_done(False)
+            self._failed = failed
 
     @untraced
     def write_pending(self) -> None:
