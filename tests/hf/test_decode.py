@@ -8,10 +8,9 @@ import pytest
 import torch
 from models import generate, ragged, tiny, with_cache
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import pagedkv
-from pagedkv.hf import compiling, paged_layers, patching
+from pagedkv.hf import paged_layers
 
 FAMILIES = ["llama", "gemma3_text", "gpt_oss"]
 
@@ -124,45 +123,6 @@ def test_a_step_that_fails_before_a_layer_wrote_can_be_made_again(monkeypatch, l
     assert not cache.state._failed
     cache.reset()
     assert pagedkv.pool(forwards.model).used_blocks == 0
-
-
-class RecordedGraph(TorchDispatchMode):
-    """A CUDA graph in name: the ops of a capture, made again on the same tensors by a replay."""
-
-    def __init__(self, launched):
-        super().__init__()
-        self.ops, self.launched = [], launched
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **kwargs or {})
-        self.ops.append((function, args, kwargs or {}, result))
-        return result
-
-    def replay(self):
-        self.launched.append("replay")
-        for function, args, kwargs, result in self.ops:
-            for old, new in zip(tree_leaves(result), tree_leaves(function(*args, **kwargs)), strict=True):
-                if torch.is_tensor(old) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-
-@contextlib.contextmanager
-def recording(graph, pool):
-    with graph:
-        yield
-
-
-@pytest.fixture
-def device(monkeypatch):
-    """A CUDA device in name; the launches of its graphs."""
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "memory")
-    launched = []
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: RecordedGraph(launched))
-    monkeypatch.setattr(torch.cuda, "graph", recording)
-    monkeypatch.setattr(patching, "can_capture", lambda model: True)
-    monkeypatch.setattr(compiling, "_can_freeze", lambda model: False)
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    return launched
 
 
 def steps(model, device, inputs, **options):

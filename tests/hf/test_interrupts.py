@@ -13,7 +13,7 @@ import pagedkv
 
 ROOT = f"{Path(pagedkv.__file__).parent}/"
 LAYERS = ["hf/attention.py", "hf/paged_layers.py", "engine/packed.py"]
-FILES = [*LAYERS, "hf/state.py", "hf/planning.py", "hf/step.py", "hf/cache.py"]
+FILES = [*LAYERS, "hf/state.py", "hf/planning.py", "hf/step.py", "hf/cache.py", "hf/capturing.py"]
 
 
 class _Lines:
@@ -59,15 +59,35 @@ def _served(model):
     return lambda: [r.token_ids for r in engine.generate(prompts, max_new_tokens=2)], engine.runner.pool
 
 
+def _replayed(model):
+    """A step that is called, one that is captured, and replays."""
+    pagedkv.patch(model, num_blocks=64, block_size=4, prefix_caching=True, compile=True)
+    graphs, rows = model.__dict__["_pagedkv_patch"].compiled._graphs, ragged([9, 5])
+
+    def call():
+        graphs.clear()
+        return generate(model, rows, max_new_tokens=5).tolist()
+
+    return call, pagedkv.pool(model)
+
+
+def _is_of_a_replay(place):
+    return place[0] == "hf/capturing.py" or place[2] in ("set_done", "unwritten")
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("use", [_patched, _served])
-def test_an_interrupt_at_any_line_of_a_forward_loses_nothing(use):
+@pytest.mark.parametrize("use", [_patched, _served, _replayed])
+def test_an_interrupt_at_any_line_of_a_forward_loses_nothing(use, request):
+    if use is _replayed:
+        request.getfixturevalue("device")
     layers = ["sliding_attention", "full_attention"]
     call, pool = use(tiny("gemma3_text", num_hidden_layers=len(layers), layer_types=layers))
     manager, lines = pool.manager, _Lines()
     expected = _traced(call, lines)
     raised = Counter()
     for place, count in lines.counts.items():
+        if (use is _replayed) != _is_of_a_replay(place):
+            continue
         text = linecache.getline(ROOT + place[0], place[1]).strip()
         if text == "try:" or text.startswith("with "):
             continue  # no interrupt can come at `try`, nor where Python reports `with` again, before __exit__
@@ -83,5 +103,8 @@ def test_an_interrupt_at_any_line_of_a_forward_loses_nothing(use):
             assert call() == expected, (place, time)
             raised[place[0]] += 1
     print(f"raised {raised.total()} times:", *raised.items())
-    assert raised["hf/attention.py"] >= 15
-    assert raised["engine/packed.py" if use is _served else "hf/paged_layers.py"] >= 15
+    if use is _replayed:
+        assert raised["hf/capturing.py"] >= 40
+    else:
+        assert raised["hf/attention.py"] >= 15
+        assert raised["engine/packed.py" if use is _served else "hf/paged_layers.py"] >= 15
