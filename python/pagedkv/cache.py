@@ -32,8 +32,7 @@ class LayerSpec:
     device: torch.device | str = "cpu"
 
     def bytes_per_token(self) -> int:
-        v_head_size = self.head_size if self.v_head_size is None else self.v_head_size
-        return self.num_kv_heads * (self.head_size + v_head_size) * self.dtype.itemsize
+        return self.num_kv_heads * (self.head_size + (self.v_head_size or self.head_size)) * self.dtype.itemsize
 
 
 class PagedKVCache:
@@ -94,22 +93,18 @@ class PagedKVCache:
         self._host: list[Tensor] | None = None
 
     def _allocate(self, num_blocks: int, spec: LayerSpec, pin_memory: bool = False) -> tuple[Tensor, Tensor]:
-        v_head_size = spec.head_size if spec.v_head_size is None else spec.v_head_size
-        return (
-            self._tensor(num_blocks, spec, spec.head_size, pin_memory),
-            self._tensor(num_blocks, spec, v_head_size, pin_memory),
-        )
-
-    def _tensor(self, num_blocks: int, spec: LayerSpec, head_size: int, pin_memory: bool) -> Tensor:
+        sizes = [num_blocks, self.block_size, spec.num_kv_heads]
+        if self.layout == "HND":
+            sizes[1:] = sizes[:0:-1]
         # an inference tensor could not be written under plain no_grad later
         with torch.inference_mode(False):
-            rows = (
-                (spec.num_kv_heads, self.block_size) if self.layout == "HND" else (self.block_size, spec.num_kv_heads)
+            key_cache, value_cache = (
+                torch.empty(*sizes, head_size, dtype=spec.dtype, device=spec.device, pin_memory=pin_memory)
+                for head_size in (spec.head_size, spec.v_head_size or spec.head_size)
             )
-            tensor = torch.empty(
-                num_blocks, *rows, head_size, dtype=spec.dtype, device=spec.device, pin_memory=pin_memory
-            )
-            return tensor.transpose(1, 2) if self.layout == "HND" else tensor
+            if self.layout == "NHD":
+                return key_cache, value_cache
+            return key_cache.transpose(1, 2), value_cache.transpose(1, 2)
 
     @property
     def block_bytes(self) -> int:
@@ -129,8 +124,8 @@ class PagedKVCache:
         """
         if not pairs:
             return
-        for device, tensors in self._by_device().items():
-            pagedkv_ops.copy_blocks(tensors, to_device(pairs, device))
+        for device in dict.fromkeys(tensor.device for tensor in self._tensors):
+            pagedkv_ops.copy_blocks([t for t in self._tensors if t.device == device], to_device(pairs, device))
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (device block, host block) pairs to the host pool, in every layer.
@@ -170,12 +165,6 @@ class PagedKVCache:
             host_specs = [replace(spec, device="cpu") for spec in specs]
             self._host = [t for spec in host_specs for t in self._allocate(self.num_host_blocks, spec, pin)]
         return self._host
-
-    def _by_device(self) -> dict[torch.device, list[Tensor]]:
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for tensor in self._tensors:
-            by_device.setdefault(tensor.device, []).append(tensor)
-        return by_device
 
 
 def _check_layers(layers: list[LayerSpec]) -> None:

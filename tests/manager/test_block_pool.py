@@ -120,7 +120,7 @@ def test_tables_given_back_in_bulk():
     """As block by block, from the last one on: twins that are free, in use or in the table, shared and plain blocks."""
     rng = random.Random(0)
     pool = BlockPool(400)
-    for _ in range(300):
+    for _ in range(100):
         tables, names = [], rng.sample(range(60), 40)
         for _ in range(rng.randint(1, 4)):
             table = pool.get_new_blocks(rng.randint(12, 40))

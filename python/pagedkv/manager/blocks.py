@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from pagedkv.errors import IntegrityError, OutOfBlocksError, integer
+from pagedkv.errors import IntegrityError, integer
 
 NULL_BLOCK = 0
 MAX_BLOCKS = 2**31  # block tables hold 32-bit ids
@@ -129,27 +129,6 @@ class Blocks:
             self._link(block)
 
     # Handing out and taking back.
-
-    def unqueue(self, count: int) -> tuple[list[int], list[int]]:
-        """The first `count` blocks, with one reference each; and those of them that carry hashes, for the index."""
-        if count > self.num_free:
-            raise OutOfBlocksError(f"{count} blocks asked for, {self.num_free} are free")
-        taken: list[int] = []
-        hashed: list[int] = []
-        if count == 0:
-            return taken, hashed
-        following, refs, flags = self._next, self.refs, self.flags
-        block = following[0]
-        for _ in range(count):
-            refs[block] = 1
-            if flags[block]:
-                hashed.append(block)
-            taken.append(block)
-            block = following[block]
-        following[0] = block
-        self._prev[block] = 0
-        self.num_free -= count
-        return taken, hashed
 
     def acquire(self, block_ids: Sequence[int] | array[int]) -> None:
         """A reference more for each block, free ones included; null blocks and the negative ids of blocks to come are

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pagedkv.errors import BlockReferenceError, UnknownBlockError, integer
+from pagedkv.errors import BlockReferenceError, OutOfBlocksError, UnknownBlockError, integer
 from pagedkv.manager.blocks import HASHED, Blocks
 from pagedkv.manager.index import PrefixIndex
 
@@ -57,8 +57,25 @@ class BlockPool(Blocks):
 
     def take(self, count: int) -> list[int]:
         """`get_new_blocks` of a count that was checked."""
-        taken, hashed = self.unqueue(count)
-        self.index.forget(hashed, reused=True)
+        if count > self.num_free:
+            raise OutOfBlocksError(f"{count} blocks asked for, {self.num_free} are free")
+        taken: list[int] = []
+        if count == 0:
+            return taken
+        hashed: list[int] = []
+        following, refs, flags = self._next, self.refs, self.flags
+        block = following[0]
+        for _ in range(count):
+            refs[block] = 1
+            if flags[block]:
+                hashed.append(block)
+            taken.append(block)
+            block = following[block]
+        following[0] = block
+        self._prev[block] = 0
+        self.num_free -= count
+        if hashed:
+            self.index.forget(hashed, reused=True)
         return taken
 
     def touch(self, block_ids: Sequence[int]) -> None:
