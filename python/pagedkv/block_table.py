@@ -32,7 +32,7 @@ _NO_IDS: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 class BlockTable:
     """Rows of block ids for up to `max_num_seqs` sequences, and the slots of one step's tokens.
 
-    Row r is the r-th sequence of the batch: rows are kept packed from 0 (`move_row`). Entries past a row's blocks are
+    Row r is the r-th sequence of the batch: rows are kept without gaps (`move_row`). Entries past a row's blocks are
     the null block, slots past the step's tokens -1, and rows past the batch empty, whatever was there before.
 
     Args:

@@ -9,7 +9,14 @@ import re
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM, WatermarkingConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BatchEncoding,
+    GenerationConfig,
+    LlamaForCausalLM,
+    WatermarkingConfig,
+)
 
 import pagedkv
 from pagedkv.engine import Engine, EngineConfig
@@ -137,6 +144,7 @@ _WRONG = {
     "seed": ["x", -1, True, 2**63],
     "logprobs": ["x", -1, 1.5, 102],
     "cache_salt": [_Own()],
+    "sequence_bias": [{(1,): math.nan}, [[[1], math.nan]]],
 }
 
 
@@ -179,6 +187,7 @@ def test_a_setting_of_a_wrong_type_or_out_of_its_range_is_named(served, name, va
 def test_what_transformers_refuses_is_refused_when_a_request_is_added(served, options, named):
     with pytest.raises(InvalidArgumentError) as error:
         served.add_request([1, 2, 3], **{"max_new_tokens": 4, "do_sample": True} | options)
+    assert re.match(f"{next(iter(options))}: expected .+, got ", str(error.value), re.S)
     assert named in str(error.value)
     assert served.stats().num_waiting == served.stats().num_prompt_tokens == 0
 
@@ -206,6 +215,15 @@ def test_what_is_no_transformers_model(model):
     [
         (torch.tensor(5), {}, r"prompts: expected a list of prompts, got a tensor of shape \(\)"),
         ([[1]], {"progress": "yes"}, "progress: expected a bool, got 'yes'"),
+        ([[1], [2]], {"seed": "a"}, "seed: expected"),
+        ([[1], [2]], {"seed": 2**70}, "seed: expected"),
+        ([1, 2, 3], {}, r"prompts: expected a list of prompts, got token ids; pass \[ids\]"),
+        (torch.tensor([1, 2, 3]), {}, r".*got a tensor of shape \(3,\); pass \[ids\]"),
+        ("text", {}, "prompts: expected a list of prompts, got a string"),
+        (BatchEncoding({"input_ids": [[1, 2]]}), {}, ".*got BatchEncoding; pass its input_ids"),
+        (5, {}, "prompts: expected a list of prompts, got int"),
+        ([torch.tensor([[1, 2]])], {}, r".*prompt: expected token ids \[T\], got a tensor of shape \(1, 2\)"),
+        ([{"input_ids": [1]}], {}, ".*expected text or token ids, got dict; pass the rows of its input_ids"),
     ],
 )
 def test_an_argument_of_generate_is_refused(served, prompts, options, text):
@@ -285,6 +303,14 @@ def test_what_the_models_own_file_says_about_its_cache_is_nobodys_wish(make_engi
         {"memory": 0},
         {"memory": 2**20, "num_blocks": 16},
         {"max_num_seqs": True},
+        {"max_num_seqs": 0},
+        {"max_num_seqs": "a"},
+        {"max_num_batched_tokens": 7, "max_num_seqs": 8},
+        {"max_num_batched_tokens": None},
+        {"buckets": [1, 4]},
+        {"buckets": 5},
+        {"buckets": ["a"]},
+        {"buckets": "x"},
         {"num_blocks": 1},
         {"block_size": 0},
         {"num_host_blocks": -1},
@@ -303,10 +329,12 @@ def test_an_argument_of_the_engine_is_refused_before_the_model_is_used(options):
         pagedkv.Engine(model, **options)
 
 
-@pytest.mark.parametrize("num_host_blocks", [2**31, 2**70])
-def test_more_host_blocks_than_memory_are_refused(llama, num_host_blocks):
-    with pytest.raises(InvalidArgumentError, match=rf"^num_host_blocks={num_host_blocks}: expected .* bytes.*, got "):
-        pagedkv.Engine(llama, num_blocks=16, num_host_blocks=num_host_blocks)
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_host_blocks", 2**31), ("num_host_blocks", 2**70), ("num_blocks", 2**40)]
+)
+def test_more_blocks_than_memory_are_refused(llama, name, value):
+    with pytest.raises(InvalidArgumentError, match=rf"^{name}={value}: expected .* bytes.*, got "):
+        pagedkv.Engine(llama, **{"num_blocks": 16, name: value})
 
 
 @pytest.mark.parametrize(

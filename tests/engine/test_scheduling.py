@@ -80,30 +80,6 @@ def test_samples_wait_for_as_many_rows(llama, make_engine):
     assert {result.finish_reason for result in finished} == {"length"}
 
 
-def test_settings_out_of_range(llama, make_engine):
-    for options in (
-        {"max_num_seqs": 0},
-        {"max_num_seqs": 8, "max_num_batched_tokens": 7},
-        {"buckets": [1, 4]},
-        {"cuda_graphs": True},
-        {"watermark": 1.5},
-        {"num_blocks": 1},
-        {"num_blocks": 0},
-        {"num_blocks": 2**40},
-        {"max_num_seqs": "a"},
-        {"max_num_seqs": 1.5},
-        {"max_num_batched_tokens": None},
-        {"buckets": 5},
-        {"buckets": ["a"]},
-    ):
-        with pytest.raises(InvalidArgumentError, match=f"{list(options)[-1]}.*: expected"):
-            make_engine(llama, **options)
-    with pytest.raises(ValueError, match=r"memory: expected .* got 'x'"):
-        make_engine(llama, num_blocks=None, memory="x")
-    with pytest.raises(InvalidArgumentError, match="model: expected a transformers model, got NoneType"):
-        make_engine(None)
-
-
 def test_reprs_say_what_runs_and_what_is_used(llama, make_engine):
     engine = make_engine(llama, num_blocks=21, max_num_seqs=1)
     for _ in range(3):

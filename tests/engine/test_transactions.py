@@ -30,7 +30,7 @@ MUST_RAISE = {
         "engine/ledger.py": {"start", "_queue", "step", "change", "_advance", "_record", "_end", "_settle", "deliver"},
         "engine/stepping.py": {"decide", "_draft", "_commit", "_sample", "_fork", "_verify", "confirm"},
         "engine/scheduler.py": {"add", "fork", "remove", "schedule", "_prefill", "_admit", "_preempt", "_leave_row"},
-        "engine/sampling.py": {"draw", "_pick", "_take", "stop"},
+        "engine/sampling.py": {"draw", "_pick", "_take", "_score"},
         "engine/outbox.py": {"note", "take", "deliver", "_put", "_finish", "_decode"},
         "engine/runner.py": {"_run"},
         "hf/identity.py": {"look", "inspect", "_is_as_surveyed", "_read_state", "_identity", "_checksum"},
@@ -230,24 +230,25 @@ def _is_right(got, expected, error):
 
 
 def _places(lines, scenario, error):
-    """(file, function, line, n-th time): the first and last time for what a step is, a third of what lies around it."""
-    is_interrupt, every_third = error is KeyboardInterrupt, cycle([True, False, False])
+    """(file, function, line, n-th time): every second line of a step, once at its first and once at its last time; a
+    third of what lies around it."""
+    is_interrupt, every_third, seen = error is KeyboardInterrupt, cycle([True, False, False]), Counter()
     for (file, line), count in lines.counts.items():
         function, middle = lines.names[file, line], count // 2 + 1
         text = linecache.getline(f"{ROOT}/{file}", line).lstrip()
         if text.startswith("with ") or function == "is_idle" or (text == "try:\n" and file.startswith("hf/")):
             continue  # no interrupt can come at a `try`, nor where Python reports `with` again, before __exit__
-        if file in STEP:
-            times = {1, count} if is_interrupt and scenario is _steps else {middle}
-        elif scenario is not _steps or not is_interrupt:
-            times = set()
-        elif file.startswith("hf/"):
-            times = {middle}
-        else:
-            times = {middle} if next(every_third) else set()
-        if scenario is _steps or file in CONSUMERS:
-            for time in sorted(times):
-                yield file, function, line, time
+        seen[file, function] += 1
+        if scenario is not _steps:
+            if file in CONSUMERS:
+                yield file, function, line, middle
+        elif file in STEP:
+            if is_interrupt:
+                yield file, function, line, 1 if seen[file, function] % 2 else count
+            elif seen[file, function] % 2:
+                yield file, function, line, middle
+        elif is_interrupt and (file.startswith("hf/") or next(every_third)):
+            yield file, function, line, middle
 
 
 @pytest.mark.timeout(900)  # 40 s of one core in all

@@ -21,6 +21,7 @@ class Batch:
         logits_at: indices into token_ids; None, for one token each: all of them.
         ready: samples whose last token is among them, each with its first row of logits. A draft has a row for each of
             its tokens behind that one.
+        is_decode: it computes the last token of each sample, and nothing else.
     """
 
     token_ids: list[int]
@@ -28,11 +29,14 @@ class Batch:
     num_new: list[int] | None = None
     logits_at: Any = None
     ready: list[tuple[Sample, int]] = field(default_factory=list)
+    is_decode: bool = False
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> Batch:
-        """What the scheduler has granted to the running samples."""
+    def of(cls, samples: Sequence[Sample], decoded: list[int] | None) -> Batch:
+        """What the scheduler has granted to the running samples. decoded: the last token of each, if that is all."""
         computed = [sample.num_computed for sample in samples]
+        if decoded is not None:
+            return cls(decoded, computed, ready=list(zip(samples, range(len(samples)), strict=True)), is_decode=True)
         if all(sample.work == 1 and not sample.draft for sample in samples):
             ids = [sample.tokens[at] for sample, at in zip(samples, computed, strict=True)]
             ready = [(s, row) for row, s in enumerate(samples) if computed[row] + 1 == len(s.tokens)]

@@ -1,4 +1,4 @@
-"""torch.compile for the engine: one graph over any number of packed tokens, on CPU with frozen and packed weights."""
+"""torch.compile for the engine: one graph over any number of packed tokens, on CPU with frozen weights."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..errors import InvalidArgumentError, boolean, integer, refused
+from ..errors import InvalidArgumentError, boolean, integer, listed, refused
 from ..hf.pool_size import check_settings
 from ..hf.refusals import base_model, check_inputs_are_ids
 
@@ -25,8 +25,8 @@ class EngineConfig:
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of one forward.
         prefix_caching: prompts that begin like an earlier one reuse its blocks.
-        compile: through torch.compile. On CPU every forward, with a frozen and packed copy of the weights; a model of
-            30 layers takes about 100 s. On CUDA decode.
+        compile: through torch.compile. On CPU every forward, with a frozen copy of the weights laid out for it; a
+            model of 30 layers takes about 100 s. On CUDA decode.
         cuda_graphs: decode from captured graphs. True, False, or "auto": where the model is on CUDA, and eagerly after
             a warning where an op of it can not be captured.
         kv_dtype: float type of the stored keys and values; None: the type the model computes them in.
@@ -54,11 +54,9 @@ class EngineConfig:
     progress: bool = False
 
     def __post_init__(self) -> None:
-        self.max_num_seqs = integer("max_num_seqs", self.max_num_seqs)
-        self.max_num_batched_tokens = integer("max_num_batched_tokens", self.max_num_batched_tokens)
-        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
-            got = self.max_num_seqs, self.max_num_batched_tokens
-            raise refused("max_num_seqs, max_num_batched_tokens", "1 <= max_num_seqs <= max_num_batched_tokens", got)
+        self.max_num_seqs = integer("max_num_seqs", self.max_num_seqs, 1)
+        tokens, note = self.max_num_batched_tokens, " (max_num_seqs: each may decode one)"
+        self.max_num_batched_tokens = integer("max_num_batched_tokens", tokens, self.max_num_seqs, note)
         self.block_size, self.num_blocks = check_settings(self.block_size, self.num_blocks, self.memory, self.kv_dtype)
         self.num_host_blocks = integer("num_host_blocks", self.num_host_blocks, 0)
         fraction = self.watermark
@@ -75,9 +73,7 @@ class EngineConfig:
         most = self.max_num_seqs
         if self.buckets is None:
             return [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
-        if not isinstance(self.buckets, Sequence):
-            raise refused("buckets", "a sequence of sizes", self.buckets)
-        sizes = sorted({integer("buckets", size) for size in self.buckets})
+        sizes = sorted({integer("buckets", size) for size in listed("buckets", self.buckets, "a sequence of sizes")})
         if not sizes or sizes[0] < 1 or sizes[-1] != most:
             raise refused("buckets", f"sizes from 1 to max_num_seqs ({most})", sizes)
         return sizes

@@ -15,13 +15,13 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..errors import IntegrityError, InvalidArgumentError, boolean, integer
 from .config import EngineConfig, check_tokenizer, inner_model
 from .intake import Intake, Prompt
 from .ledger import Ledger
-from .progress import generation_bar
 from .requests import Request, Sample
 from .results import EngineStats, NewToken, Result, StepOutput
 from .runner import Runner
@@ -106,32 +106,22 @@ class Engine:
 
     # Requests.
 
-    def add_request(
-        self,
-        prompt: Prompt,
-        generation_config: GenerationConfig | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: Any = None,
-        seed: int | None = None,
-        logprobs: int | None = None,
-        logits_processor: Seq[Any] | None = None,
-        stopping_criteria: Seq[Any] | None = None,
-        streamer: Any = None,
-        **options: Any,
-    ) -> int:
+    def add_request(self, prompt: Prompt, generation_config: GenerationConfig | None = None, **options: Any) -> int:
         """Queue a request; what is wrong with it is said now.
 
         Args:
             prompt: text, or token ids.
-            generation_config, options: as for ``model.generate``: greedy, sampling, or prompt lookup with
+            generation_config: as for ``model.generate``: greedy, sampling, or prompt lookup with
                 ``prompt_lookup_num_tokens``; ``num_return_sequences`` samples.
-            priority: the larger is served first.
-            cache_salt: only requests with equal salts share cached prefixes.
-            seed: of the request's own random stream (sample i: seed + i), up to 2**63 - 1; None: drawn from torch's.
-            logprobs: keep the log-probabilities of each token and of so many likeliest ones.
-            logits_processor, stopping_criteria: lists of transformers' objects, of this request alone.
-            streamer: a transformers streamer, called with every token of a request with one sample.
+            options: settings as for ``model.generate``, and:
+
+                - priority=0: the larger is served first.
+                - cache_salt=None: only requests with equal salts share cached prefixes.
+                - seed=None: of the request's own random stream (sample i: seed + i), up to 2**63 - 1; None: drawn from
+                  torch's. On CPU it gives the tokens that ``generate`` gives.
+                - logprobs=None: keep the log-probabilities of each token and of so many likeliest ones.
+                - logits_processor, stopping_criteria: lists of transformers' objects, of this request alone.
+                - streamer=None: a transformers streamer, called with every token of a request with one sample.
 
         Returns:
             The request's id.
@@ -140,19 +130,7 @@ class Engine:
             InvalidArgumentError: no tokens, ids outside the vocabulary, settings that are not served, or a request that
                 can never fit; nothing was added.
         """
-        request = self._intake.prepare(
-            prompt,
-            generation_config,
-            False,
-            priority=priority,
-            cache_salt=cache_salt,
-            seed=seed,
-            logprobs=logprobs,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            streamer=streamer,
-            **options,
-        )
+        request = self._intake.prepare(prompt, generation_config, False, **options)
         try:
             self._ledger.start([request])
             return request.id
@@ -232,7 +210,8 @@ class Engine:
         """Step until these requests are done."""
         ledger, total = self._ledger, sum(len(request.samples) for request in requests)
         start, generated = time.monotonic(), ledger.counts["generated"]
-        with generation_bar(total, progress) as bar:
+        shape = "{n_fmt}/{total_fmt} |{bar}| {elapsed} {desc}"
+        with tqdm(total=total, disable=not progress, unit="seq", bar_format=shape) as bar:
             while not all(request.is_done for request in requests):
                 ledger.step()
                 if progress:

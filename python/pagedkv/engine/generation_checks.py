@@ -107,6 +107,10 @@ def check_generation(settings: Mapping[str, Any]) -> None:
     for name in _NUMBERS:
         if name in given and not _is_number(given[name]):
             raise refused(name, "a number", given[name])
+    bias = given.get("sequence_bias")
+    pairs = bias.items() if isinstance(bias, Mapping) else bias if isinstance(bias, list | tuple) else ()
+    if any(isinstance(pair, list | tuple) and pair and pair[-1] != pair[-1] for pair in pairs):
+        raise refused("sequence_bias", "numbers", bias)
     decay = given.get("exponential_decay_length_penalty")
     if decay is not None and not (isinstance(decay, list | tuple) and len(decay) == 2 and all(map(_is_number, decay))):
         raise refused("exponential_decay_length_penalty", "(start, factor)", decay)

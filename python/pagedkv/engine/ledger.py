@@ -74,6 +74,7 @@ class Ledger:
     def _queue(self, requests: list[Request]) -> None:
         for request in requests:
             self.requests[request.id] = request
+            self.stepper.fresh.append(request)
             self.scheduler.add(request.samples[0])
 
     def _withdraw(self, requests: list[Request]) -> None:
@@ -147,36 +148,36 @@ class Ledger:
     def _advance(self) -> None:
         with torch.inference_mode():
             decisions = self.stepper.decide()
-        counts = self.counts | {"generated": self.counts["generated"] + sum([len(d.tokens) for d in decisions])}
-        for decision in decisions:
-            if decision.num_drafted:
-                counts["draft"] += decision.num_drafted
-                counts["accepted"] += decision.num_accepted
+        counts, drafted = self.counts.copy(), [decision for decision in decisions if decision.num_drafted]
+        counts["generated"] += sum([len(decision.tokens) for decision in decisions])
+        for decision in drafted:
+            counts["draft"] += decision.num_drafted
+            counts["accepted"] += decision.num_accepted
         self._decided = decisions, counts  # from here on the step stands
         self._record()
-        self.stepper.confirm(decisions)
+        self.stepper.confirm(drafted)
 
     def _record(self) -> None:
         """Take what is decided into the samples. Can be repeated."""
-        decisions, counts = self._decided
+        (decisions, counts), now = self._decided, time.monotonic()
         for decision in decisions:
-            sample = decision.sample
-            if sample.finish_reason not in (None, decision.reason):
+            sample, start, reason = decision.sample, decision.start, decision.reason
+            if sample.finish_reason is not None and sample.finish_reason != reason:
                 continue  # aborted by a callback of this step
-            sample.tokens[decision.start :] = decision.tokens
-            if decision.logprobs:
-                sample.logprobs[decision.start - len(sample.request.prompt_ids) :] = decision.logprobs
-            if decision.random_state is not None:
-                sample.random_state = decision.random_state
             if decision.tokens:
+                sample.tokens[start:] = decision.tokens
                 sample.is_pending = True
                 if sample.first_token is None:
-                    sample.first_token = time.monotonic()
-            if decision.reason is None:
+                    sample.first_token = now
+                if decision.logprobs is not None:
+                    sample.logprobs[start - len(sample.request.prompt_ids) :] = decision.logprobs
+                if decision.random_state is not None:
+                    sample.random_state = decision.random_state
+            if reason is None:
                 sample.told = len(sample.tokens), False
-                self.outbox.note(sample, decision.start, False)
+                self.outbox.note(sample, start, False)
             else:
-                self._end(sample, decision.reason, decision.error, decision.start)
+                self._end(sample, reason, decision.error, start)
         self.counts = counts
         self._decided = [], counts
 

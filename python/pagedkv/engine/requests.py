@@ -19,7 +19,6 @@ class Request:
     Attributes:
         is_followed: `generate` or a stream reads what comes of it; otherwise `step` gives it out.
         identity: of the model when it was added. is_private: it shares no blocks with others.
-        is_begun: a forward has computed tokens of it.
         results: of the samples that have ended, by their index.
         is_left: its consumer is gone.
     """
@@ -33,7 +32,6 @@ class Request:
     arrival: float
     identity: Identity | None = None
     is_private: bool = False
-    is_begun: bool = False
     samples: list[Sample] = field(default_factory=list)
     results: dict[int, Result] = field(default_factory=dict)
     is_stream_ended: bool = False
@@ -65,6 +63,7 @@ class Sample:
         row: its row in the block tables while it runs, else -1.
         work: tokens that the next forward computes, the draft not included.
         num_put: tokens that the streamer has got, the prompt's included.
+        is_simple: each token is the likeliest, and no more is kept of it. has_drafts: some of its steps verify a draft.
         told: how many tokens a consumer may read, and whether no more will come; set in one go.
     """
 
@@ -77,6 +76,8 @@ class Sample:
     told: tuple[int, bool] = field(init=False)
     num_put: int = field(init=False)
     settings: Settings = field(init=False)
+    is_simple: bool = field(init=False)
+    has_drafts: bool = field(init=False)
     random_state: torch.Tensor | None = None
     num_forks: int = 0
     num_computed: int = 0
@@ -93,6 +94,8 @@ class Sample:
 
     def __post_init__(self) -> None:
         self.settings = self.request.settings
+        self.is_simple = self.settings.is_plain and self.settings.logprobs is None
+        self.has_drafts = self.settings.lookup is not None
         self.num_put = len(self.tokens)
         self.told = len(self.tokens), False
 

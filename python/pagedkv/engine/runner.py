@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
@@ -35,10 +36,9 @@ from ..tensor_parallel import agreed_blocks, mesh_of
 from ..transfers import current
 from .batch import Batch
 from .buffers import Buffers, Inputs
+from .cache import EngineCache
 from .compiling import compiled
 from .config import EngineConfig
-from .packed import PackedCache
-from .progress import track
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class Runner:
         )
         self._buffers = Buffers(self.pool, config.max_num_seqs, config.max_num_batched_tokens, self.device)
         self.tables = self._buffers.tables
-        self.cache = PackedCache(cache, self.pool, self.device)
+        self.cache = EngineCache(cache, self.pool, self.device)
         self._bind_decode(config.buckets)
 
     def _bind_decode(self, buckets: Sequence[int] | None) -> None:
@@ -252,7 +252,7 @@ class Runner:
             traced = [self._buffers.views(size, None, self._buffers.logits_at[: size // 2])]
         else:
             traced = [self._inputs[size] for size in dict.fromkeys((self._sizes[-1], self._sizes[0]))]
-        for inputs in track(traced, "compiling", self.config.progress):
+        for inputs in tqdm(traced, "compiling", disable=not self.config.progress):
             with options:
                 inputs.mark_dynamic()
                 self._warm_up(inputs)
@@ -291,7 +291,7 @@ class Runner:
     def _capture_buckets(self) -> None:
         memory = torch.cuda.graph_pool_handle()
         sizes = [size for size in self._sizes[::-1] if size not in self._graphs]
-        for size in track(sizes, "capturing decode", self.config.progress):
+        for size in tqdm(sizes, "capturing decode", disable=not self.config.progress):
             self._warm_up(self._inputs[size])
             with torch.inference_mode():
                 forward = functools.partial(self.patch.run, self._forward, self._inputs[size])

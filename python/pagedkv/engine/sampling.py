@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -21,38 +20,39 @@ if TYPE_CHECKING:
 Words = npt.NDArray[np.uint64]
 
 _NAN, _NO_TOKEN = -1, -2
+_WORDS = {
+    _NAN: "the model's logits hold NaN",
+    _NO_TOKEN: "no token is left to sample after the logits processors",
+}
 
 
-@dataclass(eq=False, slots=True)
 class Decision:
     """What a step has found for a sample. The sample itself stays as it is until the whole step is decided.
 
     Attributes:
         start: tokens of the sample before these.
+        logprobs: of each token, where they were asked for.
         random_state: where its random stream stands behind them; None: where it stood.
         num_drafted, num_accepted: tokens of a draft, and how many of them were sampled in fact.
         reason: why the sample ends here; None: it goes on.
     """
 
-    sample: Sample
-    start: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, float]] = field(default_factory=list)
+    logprobs: list[dict[int, float]] | None = None
     random_state: Tensor | None = None
-    num_drafted: int = 0
-    num_accepted: int = 0
+    num_drafted = num_accepted = 0
     reason: str | None = None
     error: str | None = None
 
-    def stop(self) -> None:
-        """Decide whether the sample ends with its last token. Calls the request's criteria."""
-        if self.error is None:
-            try:
-                self.reason = self.sample.settings.stop_reason(self.sample.tokens, self.tokens)
-            except Exception as error:  # whatever a user's criterion raises
-                self.error = describe(error)
-        if self.error is not None:
-            self.reason = "error"
+    def __init__(self, sample: Sample, start: int) -> None:  # one per sample and step: a dataclass sets every field
+        self.sample = sample
+        self.start = start
+        self.tokens: list[int] = []
+
+
+def failure(sample: Sample, error: str) -> Decision:
+    decision = Decision(sample, len(sample.tokens))
+    decision.reason, decision.error = "error", error
+    return decision
 
 
 def describe(error: Exception) -> str:
@@ -60,20 +60,26 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def draw(decisions: Seq[Decision], logits: Tensor) -> None:
-    """Add the next token to each decision, or an error.
+def draw(decisions: list[Decision], logits: Tensor) -> list[Decision]:
+    """Add the next token to each decision, and why its sample ends with it, or an error.
 
     The host reads once for all. A row's random numbers are its own, so that neither its neighbours nor its place change
-    them. An exception in a request's own processor or log-probabilities is that request's alone.
+    them. An exception in a request's own processor, log-probabilities or criterion is that request's alone.
 
     Args:
         logits: [R, vocabulary] float32, one row per decision.
+
+    Returns:
+        Those that have an error.
     """
     tokens = _likeliest(logits)
+    special = [row for row, decision in enumerate(decisions) if not decision.sample.is_simple]
+    if not special:
+        return _take(decisions, to_host([tokens])[0].tolist())
     groups: dict[Any, list[int]] = {}
     counts: dict[Any, list[int]] = {}
-    for row, decision in enumerate(decisions):
-        settings = decision.sample.settings
+    for row in special:
+        settings = decisions[row].sample.settings
         if not settings.is_plain:
             groups.setdefault(settings.key or row, []).append(row)
         if settings.logprobs is not None:
@@ -82,23 +88,34 @@ def draw(decisions: Seq[Decision], logits: Tensor) -> None:
         _fill_in(tokens, decisions, logits, rows)
     scores = [_score(tokens, decisions, logits, rows, count) for count, rows in counts.items()]
     host = iter(to_host([tokens, *chain.from_iterable(scores)]))
-    _take(decisions, next(host).tolist())
+    failed = _take(decisions, next(host).tolist())
     for rows, parts in zip(counts.values(), scores, strict=True):
         found = [next(host).tolist() for _ in parts]
         for row, token_ids, values, own in zip(rows, *found, strict=True) if found else ():
-            if decisions[row].error is None:
+            decision = decisions[row]
+            if len(decision.tokens) > len(decision.logprobs or ()):
                 best = dict(zip(token_ids, values, strict=True))
-                decisions[row].logprobs.append(best | {decisions[row].tokens[-1]: own})
+                decision.logprobs = [*(decision.logprobs or ()), best | {decision.tokens[-1]: own}]
+    return failed
 
 
-def _take(decisions: Seq[Decision], tokens: list[int]) -> None:
+def _take(decisions: list[Decision], tokens: list[int]) -> list[Decision]:
+    failed = []
     for decision, token in zip(decisions, tokens, strict=True):
-        if token == _NAN:
-            decision.error = "the model's logits hold NaN"
-        elif token == _NO_TOKEN:
-            decision.error = "no token is left to sample after the logits processors"
+        if token < 0:
+            decision.error = _WORDS[token]
         elif decision.error is None:
-            decision.tokens.append(token)
+            new, settings = decision.tokens, decision.sample.settings
+            new.append(token)
+            if token in settings.eos or decision.start + len(new) >= settings.max_length or settings.is_watched:
+                try:
+                    decision.reason = settings.stop_reason(decision.sample.tokens, new)
+                except Exception as error:  # whatever a user's criterion raises
+                    decision.error = describe(error)
+        if decision.error is not None:
+            decision.reason = "error"
+            failed.append(decision)
+    return failed
 
 
 def _at(tensor: Tensor, rows: list[int]) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..block_table import BlockTable
 from ..manager import Allocation
+from .batch import Batch
 
 if TYPE_CHECKING:
     from ..hf.kv_pool import Pool
@@ -112,33 +113,41 @@ class Scheduler:
 
     # A step.
 
-    def schedule(self) -> bool:
-        """Grant slots and set every running sequence's `work`; whether there is any."""
+    def schedule(self) -> Batch | None:
+        """Grant slots and set every running sequence's `work`; None: there is none."""
         self._preempted = False
-        for seq in self.running:
-            seq.work = 0
-        self._decode()
-        budget = self.max_num_batched_tokens - sum(seq.work for seq in self.running)
-        budget = self._verify_drafts(budget)
-        for seq in sorted(self.running, key=_rank):
-            if seq.row >= 0 and not seq.work and budget:
-                budget -= self._prefill(seq, budget, lowest=seq)
-        if not self._preempted:
+        decoded = self._decode()
+        budget, is_all = self.max_num_batched_tokens - len(decoded), len(decoded) == len(self.running)
+        if not is_all:
+            budget = self._verify_drafts(budget)
+            for seq in sorted(self.running, key=_rank):
+                if seq.row >= 0 and not seq.work and budget:
+                    budget -= self._prefill(seq, budget, lowest=seq)
+        if self.waiting and not self._preempted:
             self._admit(budget)
-        return bool(self.running)
+            is_all = is_all and not self._preempted and len(decoded) == len(self.running)
+        if not self.running:
+            return None
+        return Batch.of(self.running, decoded if is_all else None)
 
-    def _decode(self) -> None:
-        """Slots for the tokens sampled last, in one call for all that have no draft."""
+    def _decode(self) -> list[int]:
+        """Slots for the tokens sampled last, in one call for all that have no draft; gives those tokens."""
         while True:
             plain = [seq for seq in self.running if seq.is_pending and not seq.draft]
-            step = self.manager.append_step([seq.seq_id for seq in plain], [seq.tokens[-1] for seq in plain])
+            tokens = [seq.tokens[-1] for seq in plain]
+            step = self.manager.append_step([seq.seq_id for seq in plain], tokens)
             if step is not None:
                 break
             self._preempt(max(self.running, key=_rank))
         for table, (rows, columns, blocks) in zip(self.tables, step.entries, strict=True):
-            table.set_entries([plain[row].row for row in rows], columns, blocks)
+            if rows:
+                table.set_entries([plain[row].row for row in rows], columns, blocks)
+        if len(plain) < len(self.running):
+            for seq in self.running:
+                seq.work = 0
         for seq in plain:
             seq.is_pending, seq.work = False, 1
+        return tokens
 
     def _verify_drafts(self, budget: int) -> int:
         """Slots for sampled tokens and the drafts behind them; a draft that does not fit is dropped."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import Any
@@ -54,6 +54,7 @@ class Settings:
 
     Attributes:
         max_length: tokens after which a sample ends, the prompt included. num_samples: from `num_return_sequences`.
+        is_watched: a sample may also end by a criterion or by time.
 
     Raises:
         InvalidArgumentError: a way of generation that is not greedy, sampling or prompt lookup; or an option that needs
@@ -80,9 +81,23 @@ class Settings:
         check_served(config, options, model.generation_config)
         self.device = model.get_input_embeddings().weight.device
         self.logprobs = logprobs
-        config = _merge(model, config, options, len(prompt), self.device)
-        _check(config, tokenizer)
-        self._build(model, tokenizer, config, prompt, processors, criteria)
+
+        def make(options: Mapping[str, Any]) -> None:
+            merged = _merge(model, config, options, len(prompt), self.device)
+            _check(merged, tokenizer)
+            self._build(model, tokenizer, merged, prompt, processors, criteria)
+
+        try:
+            make(options)
+        except _Refused as refusal:
+            text = str(refusal)
+            rest = {name: {other: options[other] for other in options if other != name} for name in options}
+            names = [name for name in options if not _is_refused(make, rest[name])]  # without it the others are taken
+            name = max(names, key=lambda name: (name in text, name != "do_sample"), default=None)
+            expected, got = ("a value", repr(options[name])) if name else ("settings", "some that it refuses")
+            raise InvalidArgumentError(
+                f"{name or 'generation_config'}: expected {expected} that generate takes, got {got}: {text}"
+            ) from refusal.__cause__
 
     def _build(
         self,
@@ -116,6 +131,7 @@ class Settings:
         if config.stop_strings:
             with _checks_of_transformers():
                 self.criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
+        self.is_watched = bool(self.criteria) or self.deadline is not None
         self.lookup: PromptLookupCandidateGenerator | None = None
         if config.prompt_lookup_num_tokens:
             self.lookup = PromptLookupCandidateGenerator(
@@ -166,14 +182,24 @@ class Settings:
         return found[0, len(tokens) : len(tokens) + room].tolist()
 
 
+class _Refused(Exception):
+    """What transformers refuses is the caller's, whatever it raises for that."""
+
+
 @contextmanager
 def _checks_of_transformers(place: str = "") -> Iterator[None]:
-    """What it refuses is the caller's, whatever it raises for that."""
     try:
         yield
     except Exception as error:
-        text = f"generation_config: expected settings that generate takes, got some that it refuses: {place}{error}"
-        raise InvalidArgumentError(text) from error
+        raise _Refused(f"{place}{error}") from error
+
+
+def _is_refused(make: Callable[[Mapping[str, Any]], None], options: Mapping[str, Any]) -> bool:
+    try:
+        make(options)
+    except (_Refused, InvalidArgumentError):
+        return True
+    return False
 
 
 def _merge(

@@ -1,4 +1,4 @@
-"""The cache of packed forwards: layers that read the block tables which a forward gets as arguments."""
+"""The cache of an engine's forwards: layers that read the block tables which a forward gets as arguments."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..hf.tags import TAG, Columns
 _WRITTEN = "_pagedkv_written"
 
 
-class PackedLayer(PagedLayer):
+class EngineLayer(PagedLayer):
     """One layer's blocks. `update` marks keys and values; their first attention writes them and reads the blocks, in
     one op. Further layers may attend over the same keys."""
 
-    def __init__(self, layer: PagedLayer, state: PackedState) -> None:
+    def __init__(self, layer: PagedLayer, state: EngineState) -> None:
         super().__init__(layer.sliding_window)
         self.mode, self.group, self.row = PAGED, layer.group, layer.row
         self.state: Any = state
@@ -75,7 +75,7 @@ class PackedLayer(PagedLayer):
         return query_length, 0
 
 
-class PackedState:
+class EngineState:
     """What a mask is asked for: one row, causal and windowed by its sequences' own lengths.
 
     Attributes:
@@ -93,17 +93,17 @@ class PackedState:
             raise NotImplementedError("its attention is more than causal and windowed, or does not follow position_ids")
 
 
-class PackedCache(Cache):  # type: ignore[misc]
+class EngineCache(Cache):  # type: ignore[misc]
     """A cache of the same layers as another one, without tokens of its own."""
 
     def __init__(self, like: PagedCache, pool: Pool, device: torch.device) -> None:
-        self.state = PackedState(pool, device)
-        kinds = [PackedLayer(x, self.state) if isinstance(x, PagedLayer) else x for x in like.layers]
+        self.state = EngineState(pool, device)
+        kinds = [EngineLayer(x, self.state) if isinstance(x, PagedLayer) else x for x in like.layers]
         super().__init__(layers=kinds)
 
     @property
-    def paged(self) -> list[PackedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
+    def paged(self) -> list[EngineLayer]:
+        return [layer for layer in self.layers if isinstance(layer, EngineLayer)]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         columns = Columns(query_length)
