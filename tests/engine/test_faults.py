@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from transformers import BatchEncoding, LogitsProcessor, StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from pagedkv.errors import InvalidArgumentError
 
 from .conftest import build_llama
-from .oracle import assert_native, native, prompts
+from .oracle import assert_native, native, prompts, run
 
 
 class _Raises(LogitsProcessor, StoppingCriteria, BaseStreamer):
@@ -38,9 +38,7 @@ def test_a_callback_that_raises_fails_its_request_alone(llama, make_engine, role
     given = {role: culprit if role == "streamer" else [culprit]}
     bad = engine.add_request([1, 2, 3], max_new_tokens=10, **given)
     good = [engine.add_request(prompt, max_new_tokens=10) for prompt in prompts(4, 2, 20)]
-    found = {}
-    while len(found) < 5:
-        found.update({result.request_id: result for result in engine.step().finished})
+    found = run(engine)
     assert found[bad].finish_reason == "error"
     assert found[bad].error == "ValueError: on purpose"
     assert culprit.ended == (role == "streamer")
@@ -60,9 +58,7 @@ def test_a_request_whose_draft_or_logprobs_fail_ends_alone(llama, make_engine, b
         settings.lookup.max_matching_ngram_size = 1.5
     else:
         settings.logprobs = 1.5
-    found = {}
-    while len(found) < 2:
-        found.update({result.request_id: result for result in engine.step().finished})
+    found = run(engine)
     assert (found[bad].finish_reason, found[bad].error.split(":")[0]) == ("error", "TypeError")
     assert found[good].token_ids == expected.token_ids
 
@@ -171,9 +167,7 @@ def test_abort_from_a_callback(llama, make_engine):
     ids.append(engine.add_request([1, 2, 3], max_new_tokens=30, streamer=Stopper()))
     ids += [engine.add_request(prompt, max_new_tokens=30) for prompt in prompts(3, 2, 20)]
     last = engine.add_request([4, 5, 6], max_new_tokens=10)
-    found = {}
-    while len(found) < 5:
-        found.update({result.request_id: result for result in engine.step().finished})
+    found = run(engine)
     assert [found[request].finish_reason for request in ids] == ["abort"] * 4
     assert len(found[ids[0]].token_ids) == 3
     assert_native(llama, [found[last]], max_new_tokens=10)
@@ -269,23 +263,3 @@ def test_a_streamer_that_fails_at_the_end_is_reported_beside_the_tokens(llama, m
     assert failed.error == "streamer.end(): ValueError: on purpose"
     assert fine.error is None
     assert (failed.token_ids, failed.finish_reason) == (fine.token_ids, "length")
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ([1, 2, 3], r"prompts: expected a list of prompts, got token ids; pass \[ids\]"),
-        (torch.tensor([1, 2, 3]), r"got a tensor of shape \(3,\); pass \[ids\]"),
-        ("text", "prompts: expected a list of prompts, got a string"),
-        (BatchEncoding({"input_ids": [[1, 2]]}), "got BatchEncoding; pass its input_ids"),
-        (5, "prompts: expected a list of prompts, got int"),
-        ([torch.tensor([[1, 2]])], r"prompt: expected token ids \[T\], got a tensor of shape \(1, 2\)"),
-        ([{"input_ids": [1]}], "prompt: expected text or token ids, got dict; pass the rows of its input_ids"),
-        ([[1], None], "prompt: expected text or token ids, got NoneType"),
-    ],
-)
-def test_what_is_no_list_of_prompts_is_refused_with_what_to_pass(llama, make_engine, given, text):
-    engine = make_engine(llama)
-    with pytest.raises(InvalidArgumentError, match=text):
-        engine.generate(given, max_new_tokens=3)
-    assert engine.stats().num_waiting == 0

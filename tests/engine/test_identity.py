@@ -9,7 +9,7 @@ import torch
 
 from ..adapters import set_scale, swap_data, with_adapters
 from .conftest import build_llama
-from .oracle import native, prompts
+from .oracle import native, prompts, run
 
 PROMPT = prompts(1, 41, 41, seed=2)[0]
 
@@ -57,13 +57,6 @@ CHANGES = {
         "attributes",
     ),
 }
-
-
-def run(engine):
-    results = {}
-    while engine.stats().num_running + engine.stats().num_waiting:
-        results.update({result.request_id: result for result in engine.step().finished})
-    return results
 
 
 def greedy(engine, tokens=6, **options):

@@ -18,7 +18,7 @@ from transformers import (
 from pagedkv.errors import InvalidArgumentError
 
 from .conftest import build_llama
-from .oracle import assert_native, native, prompts
+from .oracle import assert_native, native, prompts, run
 
 WAYS = {
     "temperature": {"temperature": 0.7, "top_k": 0},
@@ -133,9 +133,7 @@ def test_processors_and_criteria_of_the_user(llama, make_engine):
         engine.add_request(prompt, max_new_tokens=12, stopping_criteria=[criterion]),
         engine.add_request(prompt, max_new_tokens=12),
     )
-    found = {}
-    while len(found) < 3:
-        found.update({result.request_id: result for result in engine.step().finished})
+    found = run(engine)
     assert found[changed].token_ids == native(
         llama, prompt, max_new_tokens=12, suppress_tokens=[free[0]], do_sample=False
     )
@@ -192,14 +190,6 @@ def test_text_in_and_out_and_stop_strings(llama, make_engine, letters):
     assert stopped.finish_reason == "stop_string"
 
 
-def test_streamed_text_is_the_result(llama, make_engine, letters):
-    engine = make_engine(llama, letters)
-    tokens = list(engine.stream("A text.", max_new_tokens=12))
-    result = engine.generate(["A text."], max_new_tokens=12)[0]
-    assert [token.token_id for token in tokens] == result.token_ids
-    assert "".join(token.text for token in tokens) == result.text
-
-
 def test_one_config_per_prompt(llama, make_engine):
     configs = [GenerationConfig(max_new_tokens=n, do_sample=False) for n in (2, 5)]
     results = make_engine(llama).generate([[1, 2], [3, 4]], configs)
@@ -212,21 +202,6 @@ def test_prompts_of_numpy_integers(llama, make_engine):
     assert [result.prompt_ids for result in results] == [[1, 2, 3]] * 3
     assert {type(token) for result in results for token in result.prompt_ids} == {int}
     assert_native(llama, results, max_new_tokens=4)
-
-
-@pytest.mark.parametrize("seed", ["a", 1.5, 2**70])
-def test_a_seed_of_generate_is_refused_by_name(llama, make_engine, seed):
-    with pytest.raises(InvalidArgumentError, match=r"^seed: expected"):
-        make_engine(llama).generate([[1], [2]], max_new_tokens=3, seed=seed)
-
-
-def test_a_list_with_a_bad_prompt_starts_nothing(llama, make_engine):
-    engine = make_engine(llama)
-    with pytest.raises(InvalidArgumentError):
-        engine.generate([[1, 2], [500]], max_new_tokens=3)
-    with pytest.raises(InvalidArgumentError, match="list"):
-        engine.generate("text")
-    assert engine.stats().num_waiting == 0
 
 
 def test_a_model_in_training_mode_is_refused(make_engine):

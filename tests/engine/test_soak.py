@@ -1,10 +1,10 @@
-"""Five hundred requests of every kind over a tiny pool: each ends as it would alone, and every block comes back."""
+"""Three hundred requests of every kind over a tiny pool: each ends as it would alone, and every block comes back."""
 
 import random
 
 from .oracle import is_near_tie, native, prompts
 
-NUM_REQUESTS = 500
+NUM_REQUESTS = 300
 
 
 def _request(chance, shared):

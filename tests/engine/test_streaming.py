@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import io
 import random
-import threading
 
 import pytest
 from transformers import ByT5Tokenizer, LogitsProcessor, PreTrainedTokenizerFast
@@ -13,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from pagedkv.engine.streams import TextPieces
 
 from .conftest import build_llama
-from .oracle import assert_native, native, prompts
+from .oracle import native, prompts
 
 
 def test_streams_interleave_and_lose_nothing(llama, make_engine):
@@ -92,21 +91,6 @@ def test_a_streamer_of_transformers(llama, make_engine):
     native(llama, [1, 2, 3], max_new_tokens=5, do_sample=False, streamer=expected)
     assert streamer.values == expected.values
     assert streamer.ended == expected.ended == 1
-
-
-def test_threads(llama, make_engine):
-    engine = make_engine(llama, num_blocks=40)
-    results = {}
-
-    def work(number):
-        results[number] = engine.generate(prompts(4, 2, 20, seed=number), max_new_tokens=10)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert_native(llama, [result for number in range(3) for result in results[number]], max_new_tokens=10)
 
 
 def test_the_bar_shows_the_figures(llama, make_engine):
