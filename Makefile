@@ -13,8 +13,9 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH) into $(VENV), then building pagedkv: some minutes"
 	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/python -m pip install -q $(TORCH) "setuptools>=77" ninja
+	$(BIN)/python -m pip install -q $(TORCH) numpy "setuptools>=77" ninja
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[hf,dev]"
 	@touch $(STAMP)
 

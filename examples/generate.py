@@ -71,7 +71,7 @@ def main() -> int:
     print(f"\ntoken ids equal: {equal}")
     print(f"KV memory held:  native {native_bytes / 2**20:.1f} MiB, paged {paged_bytes / 2**20:.1f} MiB")
     print(f"blocks used:     {paged_blocks} of {pool.num_blocks - 1}, {pool.block_size} tokens each")
-    print(f"tokens/s:        native {num_tokens / native_seconds:.0f}, paged {num_tokens / paged_seconds:.0f}")
+    print(f"tokens/s:        native {num_tokens / native_seconds:.1f}, paged {num_tokens / paged_seconds:.1f}")
     del paged, out  # with them goes the cache that generate returned
     print(f"after the returned cache is gone: {pool.used_blocks} blocks used")
     return 0 if equal else 1

@@ -251,7 +251,6 @@ def _places(lines, scenario, error):
             yield file, function, line, middle
 
 
-@pytest.mark.timeout(900)  # 40 s of one core in all
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OnPurpose])
 @pytest.mark.parametrize("scenario", [_steps, _consumers])
 def test_whatever_is_raised_at_whatever_line_loses_nothing(llama, make_engine, scenario, error):
@@ -292,7 +291,6 @@ class _During:
             sys.settrace(None)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("function", ["_commit", "_settle"])
 def test_an_interrupt_of_the_recovery_too_loses_nothing(llama, make_engine, function):
     """The first one comes before the step stands, or behind it."""

@@ -17,8 +17,6 @@ import torch
 import pagedkv_ops
 from pagedkv_ops.schema import SCHEMAS
 
-pytestmark = pytest.mark.timeout(600)  # compilers, on machines that may be busy
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 20  # past the end of a block
 TOKENS = ["3", "1", "4"]

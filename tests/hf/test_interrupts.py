@@ -75,7 +75,6 @@ def _is_of_a_replay(place):
     return place[0] == "hf/capturing.py" or place[2] in ("set_done", "unwritten")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("use", [_patched, _served, _replayed])
 def test_an_interrupt_at_any_line_of_a_forward_loses_nothing(use, request):
     if use is _replayed:

@@ -119,8 +119,8 @@ class Rows:
         length = int(self.lengths[row]) + count
         raise OutOfBlocksError(
             f"row {row} of {self.batch} needs {-(-length // self.block_size)} blocks for {length} tokens, {free} of "
-            f"{self.pool.num_blocks - 1} blocks of {self.block_size} tokens are free: raise num_blocks or memory, or "
-            "send fewer or shorter rows"
+            f"{self.pool.num_blocks - 1} blocks of {self.block_size} tokens are free: raise num_blocks or memory, "
+            "send fewer or shorter rows, or drop a returned cache that holds blocks"
         )
 
     def _grow(self, row: int, count: int) -> int | None:
