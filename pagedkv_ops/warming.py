@@ -1,7 +1,8 @@
-"""Compiling ahead of serving and of captures."""
+"""Compiling ahead of serving and of captures: kernels depend on few of the many shapes that steps have."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,7 +52,48 @@ def warm_up(
             raise RuntimeError(f"warm_up: {name} must be at least 1, got {size}")
     if not key_cache.is_cuda:
         return 0
-    from ._triton.warming import warm_up as compile_all
-
     sizes = (num_heads, max_batch, max_tokens, max_blocks)
-    return compile_all(key_cache, value_cache, *sizes, dtype or key_cache.dtype, options)
+    return _compile_steps((key_cache, value_cache), *sizes, dtype or key_cache.dtype, options)
+
+
+def _sizes(most: int) -> list[int]:
+    return [*(size for i in range(most.bit_length()) if (size := 2**i) < most), most]
+
+
+def _shapes(max_batch: int, max_tokens: int) -> Iterator[tuple[int, int, bool]]:
+    """(tokens, sequences, packed) of steps that among them take every configuration, split and unsplit."""
+    for batch in _sizes(max_batch):
+        yield batch, batch, False
+        for tokens in _sizes(max_tokens):
+            yield tokens, batch, True
+
+
+def _compile_steps(
+    caches: tuple[Tensor, Tensor],
+    num_heads: int,
+    max_batch: int,
+    max_tokens: int,
+    max_blocks: int,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+) -> int:
+    from ._triton import paged_attention, paged_attention_append, write_kv
+    from ._triton.config import MIN_SPLIT_KEYS
+    from ._triton.launch import compiling
+
+    key_cache, value_cache = caches
+    _, block_size, num_kv_heads, head_size = key_cache.shape
+    index: dict[str, Any] = {"dtype": torch.int32}
+    short = min(max_blocks, max(1, MIN_SPLIT_KEYS // block_size))  # whose keys are never shared out
+    with compiling() as kernels:
+        for tokens, batch, packed in _shapes(max_batch, max_tokens):
+            query = key_cache.new_empty((tokens, num_heads, head_size), dtype=dtype)
+            new = (query[:, :num_kv_heads].contiguous(), query.new_empty(tokens, num_kv_heads, value_cache.size(3)))
+            slots = key_cache.new_full((tokens,), -1, dtype=torch.int64)
+            write_kv(*new, *caches, slots)
+            for columns in {short, max_blocks}:
+                tables = (key_cache.new_zeros((batch, columns), **index), key_cache.new_zeros(batch, **index))
+                starts = key_cache.new_zeros(batch + 1, **index) if packed else None
+                paged_attention(query, *caches, *tables, starts, **options)
+                paged_attention_append(query, *new, *caches, slots, *tables, starts, **options)
+    return len(kernels)

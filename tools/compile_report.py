@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import triton
@@ -44,6 +45,7 @@ TARGETS = {
 }
 NVIDIA = ("sm_80", "sm_90", "sm_100", "small")
 _RICH = " softcap alibi sinks lse splits"
+BOXED = (128, 64, 8, 3, 1, True)
 _REGISTERS = 65536  # of a multiprocessor
 
 
@@ -63,13 +65,16 @@ def _attend(
     num_splits: int = 0,
     window_left: int = -1,
     far: bool = False,
+    batch: int = 0,
+    caches: list[Tensor] | None = None,
 ) -> None:
     """Decode of 64 sequences, which "append" writes too, or a prefill of four.
 
     ``rich`` has the options and as many query rows as fit a tile; ``far`` strides that need 64 bits, and a softcap that
     needs its series.
     """
-    batch, num_tokens = (4, 8192) if kind == "prefill" else (64, 64)
+    batch = batch or (4 if kind == "prefill" else 64)
+    num_tokens = 8192 if kind == "prefill" else batch
     heads, num_kv_heads = (64, 1) if rich and kind != "prefill" else (32, 8)
     options, new = {}, None
     if kind == "append":
@@ -78,7 +83,7 @@ def _attend(
     if rich:
         options |= {"softcap": 300.0 if far else 30.0, "alibi_slopes": _meta(heads), "sinks": _meta(heads)}
         num_splits = num_splits or 4
-    caches = _caches(dtype, head_size, num_kv_heads)
+    caches = caches or _caches(dtype, head_size, num_kv_heads)
     if far:
         caches = [cache.as_strided(cache.shape, (2**32, 2**28, head_size, 1)) for cache in caches]
     arguments = Attention(
@@ -92,6 +97,13 @@ def _attend(
         **options,
     )
     attention.attend(arguments, rich, new)
+
+
+def _candidate(block_size: int, row: tuple[int, ...]) -> None:
+    """A prefill over head-major pages, with a row that the tuner measures beside that of the table."""
+    caches = [_meta(4096, 8, block_size, 128).transpose(1, 2) for _ in range(2)]
+    with mock.patch.dict(TABLE, {("sm_90", "prefill", 2, 128): row}):
+        _attend("prefill", torch.bfloat16, 128, False, caches=caches)
 
 
 def _write(dtype: torch.dtype) -> None:
@@ -137,6 +149,12 @@ def cases(arch: str) -> dict[str, tuple[Callable[[], None], int]]:
         name = f"attention decode bfloat16 D=128{_RICH} far"
         rows[name] = partial(_attend, "decode", torch.bfloat16, 128, True, far=True), 0
         rows["attention decode bfloat16 D=576"] = partial(_attend, "decode", torch.bfloat16, 576, False), 0
+        name = "attention decode bfloat16 D=128 4096 sequences"
+        rows[name] = partial(_attend, "decode", torch.bfloat16, 128, False, batch=4096), 0
+    if arch == "sm_90":
+        for block_size, row in ((16, (128, 64, 8, 3, 1)), (16, (64, 128, 8, 2, 1)), (16, BOXED), (64, BOXED)):
+            name = f"attention prefill bfloat16 D=128 candidate{f' boxes of {block_size}' if row == BOXED else ''}"
+            rows[f"{name} {row[0]}x{row[1]}"] = partial(_candidate, block_size, row), 0
     rows["combine bfloat16 D=128"] = partial(_attend, "decode", torch.bfloat16, 128, False), 1
     rows["write_kv bfloat16"] = partial(_write, torch.bfloat16), 0
     rows["write_kv float32 to bfloat16"] = partial(_write, torch.float32), 0
@@ -176,8 +194,8 @@ def problems(arch: str, name: str, launch: Launch, report: Report) -> list[str]:
         wanted = target.wide_instruction if launch.meta["SPEC"].BLOCK_M >= 64 and "float32" not in name else "HMMA"
         if "float32" not in name and report.tensor_core != wanted:
             found.append(f"tensor-core instruction: {wanted} expected, {report.tensor_core or 'none'} found")
-        if not report.async_copies_128:
-            found.append("keys and values are not loaded by 128-bit asynchronous copies")
+        if not report.async_copies:
+            found.append("keys and values are not loaded by asynchronous copies of 128 bits or of boxes")
     elif not report.loads_128 or (
         not report.stores_128 and not name.startswith("combine")
     ):  # it stores 256 bytes a row
@@ -193,7 +211,7 @@ def row_of(arch: str, name: str) -> tuple[str, list[str]]:
     tile = f"{spec.BLOCK_M}x{spec.BLOCK_N}" if spec else "-"
     cells = [arch, name, tile, launch.meta["num_warps"], launch.meta.get("num_stages", "-"), report.registers]
     cells += [report.shared_bytes, report.local_memory_instructions, report.stack_bytes]
-    cells += [f"{report.tensor_core_instructions} {report.tensor_core}".strip(), report.async_copies_128]
+    cells += [f"{report.tensor_core_instructions} {report.tensor_core}".strip(), report.async_copies]
     per_64_keys = report.loop_instructions * 64 // spec.BLOCK_N if spec else "-"
     cells += [report.loads_128, report.stores_128, per_64_keys]
     return "| " + " | ".join(map(str, cells)) + " |", [
@@ -212,7 +230,7 @@ def digest() -> str:
 
 HEADER = (
     "| target | kernel | tile | warps | stages | registers | shared bytes | spill instructions | stack bytes "
-    "| tensor-core instructions | 128-bit async copies | 128-bit loads | 128-bit stores "
+    "| tensor-core instructions | async copies of 128 bits or boxes | 128-bit loads | 128-bit stores "
     "| instructions per 64 keys |"
 )
 

@@ -15,6 +15,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
+from triton.runtime import _allocation
 
 from pagedkv_ops._triton import append_kernel, attention_kernel, blocks, gathering, shares, splits, states, writing
 
@@ -65,6 +66,8 @@ class FakeDriver:
     def compile(self, src: Any, target: Any, options: dict[str, Any], **_: Any) -> CompiledKernel:
         self.compiled.append(src.fn.__name__)
         fields = {"num_warps": options["num_warps"], "num_ctas": 1, "warp_size": 32, "shared": 32 << 10}
+        boxed = "BOXED=True" in repr(src.constants)
+        fields |= {"global_scratch_size": 256 * boxed, "global_scratch_align": 128}
         fields |= {"name": src.fn.__name__, "target": target, "tmem_size": None, "options": options}
         return _Kernel(src, SimpleNamespace(**fields))
 
@@ -76,9 +79,15 @@ class FakeDriver:
         specialisation = (repr(src.signature), tuple(constants), repr(src.attrs), tuple(options.items()))
 
         def start(x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
+            _, launch_metadata, enter, leave, *args = rest
+            if metadata.global_scratch_size:  # as Triton's own launcher does
+                _allocation._allocator.get()(metadata.global_scratch_size, metadata.global_scratch_align, stream)
+            for hook in (enter, leave):
+                if hook is not None:
+                    hook(launch_metadata)
             if self.started is not None:
-                args = tuple(_flat(rest[4:]))  # after metadata and hooks
-                self.started.append(Started(src.fn.__name__, specialisation, (x, y, z), stream, args))
+                started = Started(src.fn.__name__, specialisation, (x, y, z), stream, tuple(_flat(args)))
+                self.started.append(started)
 
         return start
 

@@ -38,7 +38,7 @@ class Report(NamedTuple):
     local_memory_instructions: int  # spills
     tensor_core_instructions: int
     tensor_core: str  # mnemonic
-    async_copies_128: int
+    async_copies: int  # of 128 bits, or of whole boxes
     loads_128: int
     stores_128: int
     loop_instructions: int  # of the shortest loop with a matrix product: a tile of keys that every row sees whole
@@ -137,7 +137,7 @@ def _inspect_amd(compiled: Any) -> Report:
         local_memory_instructions=_number(r"\.vgpr_spill_count:\s+(\d+)", code),
         tensor_core_instructions=0,
         tensor_core="",
-        async_copies_128=0,
+        async_copies=0,
         loads_128=accesses[0],
         stores_128=accesses[1],
         loop_instructions=0,
@@ -160,7 +160,7 @@ def inspect(compiled: Any) -> Report:
         local_memory_instructions=count(r"\b(?:STL|LDL)\b"),
         tensor_core_instructions=len(tensor_core),
         tensor_core=tensor_core[0] if tensor_core else "",
-        async_copies_128=count(r"\bLDGSTS\.\S*128"),
+        async_copies=count(r"\bLDGSTS\.\S*128|\bUTMALDG\b"),
         loads_128=count(r"\bLDG\.\S*128"),
         stores_128=count(r"\bSTG\.\S*128"),
         loop_instructions=_shortest_loop(sass),

@@ -1,6 +1,7 @@
 """``python -m tools.tune``: measures configurations on this GPU and rewrites its rows of the table.
 
-Candidates vary the keys of a tile, warps, stages and thread blocks per multiprocessor around the present row. One that
+Candidates vary the keys of a tile, warps and stages around the present row, of prefill also its rows and, on sm_90, how
+keys and values are loaded. One that
 gives a result different from the present row's is passed over; the rest are ranked by the sum of their times.
 """
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from pagedkv_ops._triton import attention, config, replay, tuned
 
-Row = tuple[int, int, int, int, int]
+Row = tuple[int, ...]  # see ``config.Config``
 _FILE = Path(tuned.__file__)
 _HEADS, _KV_HEADS, _BLOCK_SIZE = 32, 8, 16
 _SHAPES = {"decode": ((64, 1, 4096), (1, 1, 16384)), "prefill": ((2, 2048, 2048), (1, 512, 8192))}  # B, queries, keys
@@ -27,15 +28,19 @@ def render(table: dict[tuple[str, str, int, int], Row]) -> str:
     return head + "TABLE = {\n" + "".join(rows) + "}\n"
 
 
-def candidates(row: Row) -> list[Row]:
-    """The present row first, then its neighbours."""
-    block_m, block_n, warps, stages, blocks = row  # how many blocks run at once the compiled kernel tells
+def candidates(row: Row, kind: str = "decode", width: int = 128, boxes: bool = False) -> list[Row]:
+    """The present row first, then its neighbours; of prefill also wider tiles and fewer stages, with boxes on sm_90."""
+    block_m, block_n, warps, stages, blocks = row[:5]  # how many blocks run at once the compiled kernel tells
+    prefill = kind == "prefill"
     around = itertools.product(
-        sorted({max(16, block_n // 2), block_n, block_n * 2}),
+        sorted({64, 128, block_m}) if prefill else [block_m],
+        [block_n, block_n * 2] if prefill else sorted({max(16, block_n // 2), block_n, block_n * 2}),
         sorted({4, 8, warps}),
-        sorted({max(1, stages - 2), stages, stages + 2}),
+        sorted({2, 3, stages}) if prefill else sorted({max(1, stages - 2), stages, stages + 2}),
+        [(), (True,)] if prefill and boxes else [()],
     )
-    return [row, *(r for n, w, s in around if (r := (block_m, n, w, s, blocks)) != row)]
+    rows = [(m, n, w, s, blocks, *boxed) for m, n, w, s, boxed in around if not prefill or m * width <= 2048 * w]
+    return [row, *(each for each in rows if each != row)]  # above: 64 registers of a thread for the sums of values
 
 
 def _inputs(kind: str, itemsize: int, width: int) -> list[tuple[Tensor, ...]]:
@@ -70,7 +75,7 @@ def main() -> None:
         inputs = _inputs(*key[1:])
         expected = [attention.paged_attention(*args) for args in inputs]
         times: dict[Row, float] = {}
-        for row in candidates(present):
+        for row in candidates(present, key[1], key[3], key[0] == "sm_90" and key[2] == 2):
             tuned.TABLE[key] = row
             replay.forget()
             try:

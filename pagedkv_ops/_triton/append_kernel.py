@@ -24,8 +24,9 @@ def writers(slots_ptr, num_slots, slot):
 
 
 @triton.jit
-def rows_of_writers(new, writer, kv_head, key_rows, value_rows):
+def rows_of_writers(new, num_slots, slot, kv_head, key_rows, value_rows):
     """The pointers, those of written slots to the new tokens instead of the cache."""
+    writer = writers(new.slots_ptr, num_slots, slot)
     token = writer.to(tl.int64)
     head = kv_head.to(tl.int64)
     new_key_rows = new.key_ptr + (token * new.key_stride_token + head * new.key_stride_head)

@@ -68,6 +68,7 @@ class Spec(NamedTuple):
     OFFSETS: Any  # integers that hold slot * stride and column * stride
     SAME_STRIDES: bool  # of keys and values
     SLOTS: int  # keys of a tile that share a block id
+    BOXED: bool  # these are loaded as a box, by a descriptor
     HEAD_TILES: int  # per group
     TILE_HEADS: int
     TILE_TOKENS: int

@@ -146,13 +146,86 @@ def _store_rows(out_ptr, lse_ptr, out_row, row_mask, state, SPEC: tl.constexpr):
     acc = tl.where(seen[:, None], acc / denominator[:, None], 0.0)
     dv_range = tl.arange(0, SPEC.BLOCK_DV)
     out_mask = row_mask[:, None] & (dv_range < SPEC.DV)[None, :]
-    if SPEC.SPLIT:  # what an empty split left unwritten is never read
-        out_mask &= seen[:, None]
     tl.store(out_ptr + out_row[:, None] * SPEC.DV + dv_range[None, :], acc.to(out_ptr.dtype.element_ty), out_mask)
     if lse_ptr is not None:
         lse = tl.where(seen, (highest_logit + tl.log2(denominator)) * LN2, float("-inf"))
         lse = tl.where(highest_logit == float("inf"), float("inf"), lse)  # not inf - inf
         tl.store(lse_ptr + out_row, lse, row_mask)
+
+
+@triton.jit
+def _of_head(cache, kv_head, num_blocks, D: tl.constexpr, BLOCK_D: tl.constexpr, SPEC: tl.constexpr):
+    """(keys or values of one head, strides of block and slot), or a descriptor of boxes of slots that share a block."""
+    ptr = cache.ptr + kv_head.to(tl.int64) * cache.stride_head
+    if SPEC.BOXED:
+        SLOTS: tl.constexpr = SPEC.SLOTS
+        sizes = [num_blocks, SPEC.BLOCK_SIZE, D]
+        boxes = tl.make_tensor_descriptor(ptr, sizes, [cache.stride_block, cache.stride_slot, 1], [1, SLOTS, BLOCK_D])
+        result = (boxes,)
+    else:
+        result = (ptr, cache.stride_block, cache.stride_slot)
+    return result
+
+
+@triton.jit
+def _place():
+    """The last tiles of a causal prompt see the most keys: they are started first."""
+    return tl.num_programs(0) - 1 - tl.program_id(0)
+
+
+@triton.jit
+def _load_length(seq_lens_ptr, b, batch, capacity, query_len, SPEC: tl.constexpr):
+    """Of a sequence, clamped; 0 past the last one, and for a decode row beside chunks, whose splits stay empty."""
+    seq_len = tl.load(seq_lens_ptr + b, mask=b < batch, other=0)
+    seq_len = tl.minimum(tl.maximum(seq_len, 0), capacity).to(tl.int32)
+    if SPEC.ROWS == CHUNKS:
+        seq_len = tl.where(query_len == 1, 0, seq_len)
+    return seq_len
+
+
+@triton.jit
+def _out_row(row, head, split, num_splits, SPEC: tl.constexpr):
+    if SPEC.SHARES:
+        out_row = _place().to(tl.int64) * SPEC.NUM_HEADS + head
+    else:
+        out_row = (row * SPEC.NUM_HEADS + head) * num_splits + split
+    return out_row
+
+
+@triton.jit
+def _find_work(
+    seq_lens_ptr,
+    cu_seqlens_ptr,
+    shares_ptr,
+    batch,
+    num_tokens,
+    capacity,
+    num_splits,
+    window_left,
+    SPEC: tl.constexpr,
+):
+    """(sequence, tile of its query rows, its first row, their number, split of its keys, number of splits).
+
+    The number of rows is 0 for a program without work.
+    """
+    place, split = _place(), tl.program_id(2)
+    b, tile, first_row, query_len = place, 0, place, 1
+    if SPEC.SHARES:
+        b, split, num_splits = find_share(
+            place, tl.num_programs(0), seq_lens_ptr, cu_seqlens_ptr, batch, num_tokens, capacity, window_left, SPEC
+        )
+        first_row, query_len = b, tl.minimum(num_splits, 1)
+        if (query_len == 1) & (split == 0) & (tl.program_id(1) == 0):
+            tl.store(shares_ptr + 2 * b, place)
+            tl.store(shares_ptr + 2 * b + 1, num_splits)
+    if SPEC.ROWS == DECODE_ROWS:
+        first_row, num_rows = query_rows(cu_seqlens_ptr, b, True, num_tokens)
+        query_len = tl.where(num_rows == 1, query_len, 0)
+    elif cu_seqlens_ptr is not None:
+        b, tile, first_row, query_len = _find_sequence(cu_seqlens_ptr, batch, num_tokens, place, SPEC.TILE_TOKENS)
+        if SPEC.ROWS == CHUNKS and not SPEC.SPLIT:  # left to the other launch; rows past the last sequence are not
+            query_len = tl.where((query_len == 1) & (b < batch), 0, query_len)
+    return b, tile, first_row, query_len, split, num_splits
 
 
 @triton.jit(
@@ -194,35 +267,13 @@ def attention_kernel(
     softcap,  # times log2(e)
     SPEC: tl.constexpr,
 ):
-    # the last tiles of a causal prompt see the most keys: start them first
-    place = tl.num_programs(0) - 1 - tl.program_id(0)
-    split = tl.program_id(2)
-    b, tile, first_row, query_len = place, 0, place, 1
-    if SPEC.SHARES:
-        b, split, num_splits = find_share(
-            place, tl.num_programs(0), seq_lens_ptr, cu_seqlens_ptr, batch, num_tokens, capacity, window_left, SPEC
-        )
-        if num_splits == 0:
-            return
-        first_row = b
-        if (split == 0) & (tl.program_id(1) == 0):
-            tl.store(shares_ptr + 2 * b, place)
-            tl.store(shares_ptr + 2 * b + 1, num_splits)
-    if SPEC.ROWS == DECODE_ROWS:
-        first_row, query_len = query_rows(cu_seqlens_ptr, b, True, num_tokens)
-        if query_len != 1:
-            return
-    elif cu_seqlens_ptr is not None:
-        b, tile, first_row, query_len = _find_sequence(cu_seqlens_ptr, batch, num_tokens, place, SPEC.TILE_TOKENS)
-        if SPEC.ROWS == CHUNKS and not SPEC.SPLIT:  # left to the other launch; rows past the last sequence are not
-            query_len = tl.where((query_len == 1) & (b < batch), 0, query_len)
+    b, tile, first_row, query_len, split, num_splits = _find_work(
+        seq_lens_ptr, cu_seqlens_ptr, shares_ptr, batch, num_tokens, capacity, num_splits, window_left, SPEC
+    )
     first_token = tile * SPEC.TILE_TOKENS
     if first_token >= query_len:
         return
-    seq_len = tl.load(seq_lens_ptr + b, mask=b < batch, other=0)
-    seq_len = tl.minimum(tl.maximum(seq_len, 0), capacity).to(tl.int32)
-    if SPEC.ROWS == CHUNKS:  # a split leaves nothing unwritten that ``splits`` reads
-        seq_len = tl.where(query_len == 1, 0, seq_len)
+    seq_len = _load_length(seq_lens_ptr, b, batch, capacity, query_len, SPEC)
     m_range = tl.arange(0, SPEC.BLOCK_M)
     token = first_token + m_range // SPEC.TILE_HEADS
     kv_head, head_tile = tl.program_id(1) // SPEC.HEAD_TILES, tl.program_id(1) % SPEC.HEAD_TILES
@@ -236,19 +287,14 @@ def attention_kernel(
     key_range = _key_range(start + first_token, start + last_token, seq_len, split, num_splits, windows, SPEC)
     rows = _load_rows(query, row, head, row_mask, start + token, alibi_ptr, SPEC)
     state = _first_state(sinks_ptr, head, tl.where((split == 0) & (b < batch), row_mask, False), SPEC)
-    keys = (key.ptr + kv_head.to(tl.int64) * key.stride_head, key.stride_block, key.stride_slot)
-    values = (value.ptr + kv_head.to(tl.int64) * value.stride_head, value.stride_block, value.stride_slot)
+    keys = _of_head(key, kv_head, num_blocks, SPEC.D, SPEC.BLOCK_D, SPEC)
+    cache = keys + _of_head(value, kv_head, num_blocks, SPEC.DV, SPEC.BLOCK_DV, SPEC)
     table = (table.ptr + b.to(tl.int64) * table_stride_row, table.stride_column, num_blocks)
     if new is not None:  # noqa: SIM102 (known while compiling, unlike the other)
         if (split == 0) & (head_tile == 0):
-            store_new(new, num_slots, keys + values, b, kv_head, num_blocks, SPEC)
-    state = _attend(
-        state, key_range, rows, keys + values, table, new, num_slots, kv_head, windows, (scale, softcap), SPEC
-    )
-    if SPEC.SHARES:
-        out_row = place.to(tl.int64) * SPEC.NUM_HEADS + head
-    else:
-        out_row = (row * SPEC.NUM_HEADS + head) * num_splits + split
+            store_new(new, num_slots, cache, b, kv_head, num_blocks, SPEC)
+    scales = (scale, softcap)
+    state = _attend(state, key_range, rows, cache, table, new, num_slots, kv_head, windows, scales, SPEC)
     if SPEC.DEPENDENT:
         gdc_launch_dependents()
-    _store_rows(out_ptr, lse_ptr, out_row, row_mask, state, SPEC)
+    _store_rows(out_ptr, lse_ptr, _out_row(row, head, split, num_splits, SPEC), row_mask, state, SPEC)

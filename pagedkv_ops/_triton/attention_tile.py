@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .append_kernel import rows_of_writers, writers
+from .append_kernel import rows_of_writers
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -63,11 +63,7 @@ def _rows(start, lowest, stop, cache, table, MASKED: tl.constexpr, SPEC: tl.cons
     SLOTS: tl.constexpr = SPEC.SLOTS
     COLUMNS: tl.constexpr = SPEC.BLOCK_N // SLOTS
     first = start + tl.arange(0, COLUMNS) * SLOTS  # of the keys that share a block id
-    block_ptr = table[0] + (first // SPEC.BLOCK_SIZE).to(SPEC.OFFSETS) * table[1]
-    if MASKED:
-        block = tl.load(block_ptr, (first + (SLOTS - 1) >= lowest) & (first < stop), other=-1)
-    else:
-        block = tl.load(block_ptr)
+    block = _load_blocks(first, lowest, stop, table, MASKED, SPEC)
     block = tl.reshape(tl.broadcast_to(block[:, None], [COLUMNS, SLOTS]), [SPEC.BLOCK_N])
     readable = (block >= 0) & (block < table[2])
     block = block.to(tl.int64)
@@ -80,13 +76,42 @@ def _rows(start, lowest, stop, cache, table, MASKED: tl.constexpr, SPEC: tl.cons
 
 
 @triton.jit
+def _load_blocks(first, lowest, stop, table, MASKED: tl.constexpr, SPEC: tl.constexpr):
+    """Ids of the blocks of the SLOTS keys from ``first`` on."""
+    block_ptr = table[0] + (first // SPEC.BLOCK_SIZE).to(SPEC.OFFSETS) * table[1]
+    if MASKED:
+        block = tl.load(block_ptr, (first + (SPEC.SLOTS - 1) >= lowest) & (first < stop), other=-1)
+    else:
+        block = tl.load(block_ptr)
+    return block
+
+
+@triton.jit
+def _load_boxes(cache, start, lowest, stop, table, COUNT: tl.constexpr, MASKED: tl.constexpr, SPEC: tl.constexpr):
+    """[COUNT * SLOTS, D]: keys or values from ``start`` on, by a descriptor; zeros where there is no block."""
+    SLOTS: tl.constexpr = SPEC.SLOTS
+    if COUNT == 1:
+        start += tl.full([], 0, tl.int32)  # interpreted loops count in Python's integers
+        block = _load_blocks(start, lowest, stop, table, MASKED, SPEC)
+        block = tl.where((block >= 0) & (block < table[2]), block, -1).to(tl.int32)
+        box = cache.load([block, start % SPEC.BLOCK_SIZE, 0])
+        tile = tl.reshape(box, [SLOTS, box.shape[2]])
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        first = _load_boxes(cache, start, lowest, stop, table, HALF, MASKED, SPEC)
+        second = _load_boxes(cache, start + HALF * SLOTS, lowest, stop, table, HALF, MASKED, SPEC)
+        tile = tl.reshape(tl.permute(tl.join(first, second), [2, 0, 1]), [COUNT * SLOTS, first.shape[1]])
+    return tile
+
+
+@triton.jit
 def attend_tile(
     start,  # position of the first key
     lowest,  # visible keys: the first, and their end
     stop,
     state,  # ([BLOCK_M, BLOCK_DV] sum, [BLOCK_M] highest logit, [BLOCK_M] denominator) of the tiles before
     rows,  # ([BLOCK_M, BLOCK_D] queries, [BLOCK_M] their positions, [BLOCK_M] their ALiBi slopes)
-    cache,  # (this head's keys, strides of block and slot, its values, strides of block and slot)
+    cache,  # (this head's keys, strides of block and slot, its values, strides of block and slot), or two descriptors
     table,  # (this sequence's row of the block table, stride of a column, number of blocks)
     new,
     num_slots,
@@ -98,19 +123,22 @@ def attend_tile(
     SPEC: tl.constexpr,
 ):
     """The state with the tile's keys."""
+    BOXES: tl.constexpr = SPEC.BLOCK_N // SPEC.SLOTS
     d_range = tl.arange(0, SPEC.BLOCK_D)
     dv_range = tl.arange(0, SPEC.BLOCK_DV)
     key_position = start + tl.arange(0, SPEC.BLOCK_N)
     in_range = (key_position >= lowest) & (key_position < stop)
-    slot, key_rows, value_rows, readable = _rows(start, lowest, stop, cache, table, MASKED, SPEC)
-    if MASKED:
-        readable &= in_range
-    if APPENDED:  # never read what another program may be writing
-        writer = writers(new.slots_ptr, num_slots, slot)
-        key_rows, value_rows = rows_of_writers(new, writer, kv_head, key_rows, value_rows)
-    key_mask = readable[None, :] & (d_range < SPEC.D)[:, None]
-    key = convert(tl.load(key_rows[None, :] + d_range[:, None], key_mask, other=0.0), SPEC.COMPUTE)
-    logits = tl.dot(rows[0], key, input_precision="tf32x3") * scales[0]
+    if SPEC.BOXED:
+        key = tl.trans(_load_boxes(cache[0], start, lowest, stop, table, BOXES, MASKED, SPEC))
+    else:
+        slot, key_rows, value_rows, readable = _rows(start, lowest, stop, cache, table, MASKED, SPEC)
+        if MASKED:
+            readable &= in_range
+        if APPENDED:  # never read what another program may be writing
+            key_rows, value_rows = rows_of_writers(new, num_slots, slot, kv_head, key_rows, value_rows)
+        key_mask = readable[None, :] & (d_range < SPEC.D)[:, None]
+        key = tl.load(key_rows[None, :] + d_range[:, None], key_mask, other=0.0)
+    logits = tl.dot(rows[0], convert(key, SPEC.COMPUTE), input_precision="tf32x3") * scales[0]
     if SPEC.SOFTCAP:
         logits = _capped(logits, scales[1], SPEC.SERIES)
     if SPEC.ALIBI:
@@ -118,7 +146,13 @@ def attend_tile(
     if MASKED:
         logits = tl.where(_visible(key_position, rows[1], in_range, windows, SPEC), logits, float("-inf"))
     weights, decay, highest_logit, denominator = _online_softmax(logits, state[1], state[2])
-    value_mask = readable[:, None] & (dv_range < SPEC.DV)[None, :]
-    value = convert(tl.load(value_rows[:, None] + dv_range[None, :], value_mask, other=0.0), SPEC.COMPUTE)
-    acc = tl.dot(convert(weights, SPEC.COMPUTE), value, state[0] * decay[:, None], input_precision="tf32x3")
+    if SPEC.BOXED:
+        value = _load_boxes(cache[1], start, lowest, stop, table, BOXES, MASKED, SPEC)
+        if MASKED:  # a box also holds slots that nobody wrote
+            value = tl.where(in_range[:, None], value, 0.0)
+    else:
+        value_mask = readable[:, None] & (dv_range < SPEC.DV)[None, :]
+        value = tl.load(value_rows[:, None] + dv_range[None, :], value_mask, other=0.0)
+    value, weights = convert(value, SPEC.COMPUTE), convert(weights, SPEC.COMPUTE)
+    acc = tl.dot(weights, value, state[0] * decay[:, None], input_precision="tf32x3")
     return acc, highest_logit, denominator

@@ -17,7 +17,10 @@ from .tuned import TABLE
 MAX_POSITION = 2**30  # positions are int32 in the kernel, to which a window is added
 MAX_SPLITS = 128
 MIN_SPLIT_KEYS = 256  # below it, the second pass costs more than the split gains
-_SHARING = (32, 256, 1024)  # sequences whose lengths a program sees at once; more fill any device
+# Sequences whose lengths a program sees at once, in registers. More are not split: in 4,096 a row of 128k keys among
+# others of 4k has 1/128 of the work, and a program for each of 8 heads is many waves of any device.
+_SHARING = (32, 256, 1024, 4096)
+_SHORTEST_BOX = 16  # slots: shorter ones cost more instructions than the loads that they save
 _SHARED_KB = {"sm_80": 164, "sm_90": 228, "sm_100": 228, "small": 100}  # of a multiprocessor
 
 
@@ -27,6 +30,7 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     blocks_per_sm: int
+    boxed: bool = False  # keys and values are loaded by descriptors, where these fit
 
 
 class Plan(NamedTuple):
@@ -116,6 +120,12 @@ def with_programs(plan: Plan, blocks: int) -> Plan:
     return plan._replace(sizes=sizes)
 
 
+def _fit_boxes(*caches: Tensor) -> bool:
+    """Whether descriptors can name the blocks: addresses and strides are multiples of 16 bytes."""
+    steps = [stride * cache.element_size() for cache in caches for stride in cache.stride()[:3]]
+    return min(steps) > 0 and all(size % 16 == 0 for size in (*steps, *(cache.data_ptr() for cache in caches)))
+
+
 def _plan(a: Attention, rows: int) -> Plan:
     """Before it is known how many programs the device runs at once; num_splits 0 is open."""
     num_tokens, num_heads, head_size = a.query.shape
@@ -149,7 +159,8 @@ def _plan(a: Attention, rows: int) -> Plan:
         "DEPENDENT": arch in ("sm_90", "sm_100"),
         "ONE_LOOP": invariant,
         "RELOAD": itemsize == 4 and block_d >= 128 and tiles.block_m * block_d >= 4096,
-        "SLOTS": math.gcd(tiles.block_n, block_size),
+        "SLOTS": (slots := math.gcd(tiles.block_n, block_size)),
+        "BOXED": tiles.boxed and slots >= _SHORTEST_BOX and _fit_boxes(a.key_cache, a.value_cache),
         "HEAD_TILES": triton.cdiv(group, tile_heads),
         "TILE_HEADS": tile_heads,
         "TILE_TOKENS": tile_tokens,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -78,11 +79,25 @@ def _compiling_refused(kernel: Any) -> Iterator[None]:
         del kernel._do_compile
 
 
+def with_scratch(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """``run``, whose launches may ask Triton for memory on the device: descriptors lie there."""
+
+    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+        return torch.empty(size, dtype=torch.int8, device=device)  # of the current stream, which is the launch's
+
+    def call(*args: Any, **options: Any) -> Any:
+        context = contextvars.copy_context()  # the allocator outside is the user's
+        context.run(triton.set_allocator, allocate)
+        return context.run(run, *args, **options)
+
+    return call
+
+
 def _run(kernel: Any, like: Tensor, grid: Any, args: Any, meta: Any, warmup: bool = False) -> Any:
     if INTERPRETED:
         return kernel[grid](*args, **meta)
     with torch.cuda.device_of(like), _compiling_refused(kernel) if capturing() else nullcontext():
-        return kernel.run(*args, grid=grid, warmup=warmup, **meta)
+        return with_scratch(kernel.run, like.device)(*args, grid=grid, warmup=warmup, **meta)
 
 
 @contextmanager

@@ -27,7 +27,6 @@ def combine_kernel(
     num_splits,
     NUM_HEADS: tl.constexpr,
     DV: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -45,19 +44,23 @@ def combine_kernel(
             row = first_row.to(tl.int64) * NUM_HEADS + head
         first, step = tl.load(shares_ptr + 2 * b).to(tl.int64) * NUM_HEADS + head, NUM_HEADS
         num_splits = tl.load(shares_ptr + 2 * b + 1)
-    all_splits = tl.arange(0, MAX_SPLITS)
-    all_lse = tl.load(partial_lse_ptr + (first + all_splits * step), mask=all_splits < num_splits, other=float("-inf"))
-    highest = tl.max(all_lse, 0)
-    highest = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.sum(tl.exp2((all_lse - highest) * LOG2E), 0)
     dv_range = tl.arange(0, BLOCK_DV)
     acc = tl.zeros([BLOCK_DV], tl.float32)
+    highest = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
     for start in range(0, num_splits, CHUNK):
         split = start + tl.arange(0, CHUNK)
-        lse = tl.load(partial_lse_ptr + (first + split * step), mask=split < num_splits, other=float("-inf"))
-        mask = (lse != float("-inf"))[:, None] & (dv_range < DV)[None, :]  # empty splits wrote nothing else
-        part = tl.load(partial_out_ptr + (first + split * step)[:, None] * DV + dv_range[None, :], mask, other=0.0)
-        acc += tl.sum(part * tl.exp2((lse - highest) * LOG2E)[:, None], 0)
+        mask = split < num_splits
+        lse = tl.load(partial_lse_ptr + (first + split * step), mask, other=float("-inf"))
+        rows = partial_out_ptr + (first + split * step) * DV
+        part = tl.load(rows[:, None] + dv_range[None, :], mask[:, None] & (dv_range < DV)[None, :], other=0.0)
+        new_highest = tl.maximum(highest, tl.max(lse, 0))
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weight = tl.exp2((lse - base) * LOG2E)
+        decay = tl.exp2((highest - base) * LOG2E)
+        total = total * decay + tl.sum(weight, 0)
+        acc = acc * decay + tl.sum(part * weight[:, None], 0)
+        highest = new_highest
     seen = total != 0.0  # true for NaN
     total = tl.where(seen, total, 1.0)
     acc = tl.where(seen, acc / total, 0.0)
@@ -92,7 +95,6 @@ def combine(
         plan.num_splits,
         NUM_HEADS=num_heads,
         DV=v_head_size,
-        MAX_SPLITS=config.MAX_SPLITS,
         CHUNK=min(config.MAX_SPLITS, max(1, _TILE_ELEMENTS // block_dv)),
         BLOCK_DV=block_dv,
         DEPENDENT=plan.sizes["DEPENDENT"],

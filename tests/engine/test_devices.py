@@ -184,13 +184,12 @@ def test_a_start_compiles_what_any_step_can_launch(make_engine, monkeypatch):
 def test_no_step_of_an_engine_compiles(make_engine, monkeypatch):
     """Through Triton's own launch path, on a driver that is not there."""
     pytest.importorskip("triton", reason="triton is not installed (pip install triton==3.7.1)")
-    from pagedkv_ops import _triton
-    from pagedkv_ops._triton import warming
+    from pagedkv_ops import _triton, warming
     from pagedkv_ops._triton.replay import forget
     from tools.fake_driver import installed
 
     def warm_up(*caches, num_heads, max_batch, max_tokens, max_blocks, dtype, **options):
-        warming.warm_up(*caches, num_heads, max_batch, max_tokens, max_blocks, dtype, options)
+        warming._compile_steps(caches, num_heads, max_batch, max_tokens, max_blocks, dtype, options)
 
     with installed() as driver:
         forget()

@@ -144,7 +144,7 @@ def test_problems_are_found() -> None:
     assert "registers" in judge(registers=256)[0]
     assert "shared memory" in judge(shared_bytes=300_000)[0]
     assert "HGMMA expected, HMMA found" in judge(tensor_core="HMMA")[0]
-    assert "asynchronous" in judge(async_copies_128=0)[0]
+    assert "asynchronous" in judge(async_copies=0)[0]
 
 
 def test_the_tuned_table_is_what_the_tuner_writes() -> None:

@@ -1,8 +1,12 @@
-"""``kernels``: the Triton ops, interpreted on CPU tensors in a process of their own (or on a GPU, see ``worker``)."""
+"""``kernels``: the Triton ops, interpreted on CPU tensors in a process of their own (or on a GPU, see ``worker``).
+
+``driver``: Triton's own launch path in this process, up to a driver that is faked.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,3 +19,14 @@ def kernels() -> Iterator[Kernels]:
     worker = Kernels()
     yield worker
     worker.close()
+
+
+@pytest.fixture
+def driver() -> Iterator[Any]:
+    from pagedkv_ops._triton.replay import forget
+    from tools.fake_driver import installed
+
+    with installed() as driver:
+        forget()
+        yield driver
+    forget()

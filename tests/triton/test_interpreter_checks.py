@@ -55,6 +55,8 @@ MERGE = ("merge_states", (ROWS, torch.zeros(3, 3), ROWS, torch.zeros(3, 3)), {})
 COPY = ("copy_blocks", ([CACHES[0]], torch.tensor([[0, 1], [2, 4]])), {})
 GATHER = ("gather_kv", (CACHES[0], *INDICES, 9), {})
 
+BEFORE = "read before it was written"
+
 FAULTS = [
     # slot guards, and guards of block ids
     ("writing.write_kernel", "(slot < 0) | (block >= num_blocks)", "slot < 0", WRITE, "outside of every tensor"),
@@ -80,7 +82,8 @@ FAULTS = [
         "after another",
     ),
     # scratch, and results
-    ("splits.combine_kernel", '(lse != float("-inf"))[:, None] & ', "", SPLIT, "read before it was written"),
+    ("attention_kernel._store_rows", "tl.store(out_ptr", "out_mask &= seen[:, None]; tl.store(out_ptr", SPLIT, BEFORE),
+    ("splits.combine_kernel", "mask = split < num_splits", "mask = split < 2 * num_splits", SPLIT, BEFORE),
     (
         "attention_kernel._store_rows",
         "acc.to(out_ptr.dtype.element_ty), out_mask",

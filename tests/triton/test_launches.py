@@ -161,6 +161,19 @@ def test_a_decode_step_is_written_by_the_attention_launch(name: str, kernels: li
     assert (args[attention_kernel.arg_names.index("new")] is not None) == ("write_kernel" not in kernels)
 
 
+def test_more_tokens_than_programs_compare_are_written_before() -> None:
+    index = {name: REAL[1][name][:1].expand(129, *REAL[1][name].shape[1:]) for name in ("block_table", "seq_lens")}
+    caches, new = torch.zeros(2, N, S, HKV, D), torch.zeros(129, HKV, D)
+    query, slots = torch.zeros(129, HQ, D), torch.arange(129)
+
+    def kernels(batch: int) -> list[str]:
+        args = (*(x[:batch] for x in (query, new, new)), *caches, slots[:batch], *(x[:batch] for x in index.values()))
+        return [kernel for kernel, *_ in launches(lambda: _triton.paged_attention_append(*args))]
+
+    assert kernels(128) == ["attention_kernel", "combine_kernel"]
+    assert kernels(129) == ["write_kernel", "attention_kernel", "combine_kernel"]
+
+
 def test_a_reader_of_lengths_would_be_caught(fake_cuda: None) -> None:
     with pytest.raises(DataDependentOutputException):
         fake_index_tensors()["seq_lens"].max().item()
@@ -184,7 +197,8 @@ def test_splits_follow_shapes(fake_cuda: None) -> None:
     assert grid(8, 8192) == (132 * 8 // HKV, HKV, 1)
     assert grid(264, 8192) == (2 * 264, HKV, 1)
     assert grid(300, 8192) == (2 * 132 * 8 // HKV, HKV, 1)
-    assert grid(4096, 8192) == (4096, HKV, 1)  # more than fill any device
+    assert grid(4096, 8192) == (16 * 132 * 8 // HKV, HKV, 1)
+    assert grid(4097, 8192) == (4097, HKV, 1)  # more than a program sees at once
     assert grid(1, 16) == (1, HKV, 1)
     assert grid(1, 64) == (4, HKV, 1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,21 +11,11 @@ import pagedkv_ops
 
 pytest.importorskip("triton", reason="triton is not installed (pip install triton==3.7.1)")
 
-from pagedkv_ops import _triton
-from pagedkv_ops._triton import warming
-from pagedkv_ops._triton.replay import forget
-from tools.fake_driver import FakeDriver, installed
+from pagedkv_ops import _triton, warming
+from tools.fake_driver import FakeDriver
 
 HQ, HKV, D, S, COLUMNS, BATCH, TOKENS = 8, 2, 64, 16, 64, 40, 300
 OPTIONS: dict[str, Any] = {"window_left": 100}
-
-
-@pytest.fixture
-def driver() -> Iterator[FakeDriver]:
-    with installed() as driver:
-        forget()
-        yield driver
-    forget()
 
 
 def caches() -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +23,7 @@ def caches() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def warm() -> int:
-    return warming.warm_up(*caches(), HQ, BATCH, TOKENS, COLUMNS, torch.bfloat16, OPTIONS)
+    return warming._compile_steps(caches(), HQ, BATCH, TOKENS, COLUMNS, torch.bfloat16, OPTIONS)
 
 
 def step(batch: int, tokens: int, columns: int, packed: bool) -> None:
