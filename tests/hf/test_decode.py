@@ -10,7 +10,7 @@ from models import generate, ragged, tiny, with_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pagedkv
-from pagedkv.hf import paged_layers
+from pagedkv.hf import compiling, paged_layers
 
 FAMILIES = ["llama", "gemma3_text", "gpt_oss"]
 
@@ -35,6 +35,17 @@ def test_a_layer_of_an_eager_decode_step_is_one_append(family):
         assert torch.equal(generate(model, inputs), expected)
     prompt, decode = ["write_kv", "paged_attention"] * 3, ["paged_attention_append"] * 3
     assert calls.names == prompt + decode * 9
+
+
+def test_a_cache_of_a_model_that_is_not_patched_writes_at_once():
+    """Nobody would write behind its forwards what no attention took."""
+    model, inputs = tiny("llama"), ragged([9, 4])
+    expected = generate(model, inputs)
+    model.set_attn_implementation("pagedkv")
+    cache = pagedkv.PagedCache(model.config, num_blocks=64, block_size=4)
+    with OpCalls() as calls:
+        assert torch.equal(generate(model, inputs, **with_cache(model, cache)), expected)
+    assert calls.names == ["write_kv", "paged_attention"] * 3 * 10
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -185,6 +196,19 @@ def test_replays_serve_what_generate_can_ask_for(options, device):
         torch.testing.assert_close(torch.stack(tokens.logits), torch.stack(expected.logits), atol=1e-4, rtol=0)
         tokens, expected = tokens.sequences, expected.sequences
     assert torch.equal(tokens, expected)
+
+
+def test_outputs_of_replays_may_be_kept(device, monkeypatch):
+    model, inputs, outputs = tiny("llama"), ragged([9, 4]), []
+    pagedkv.patch(model, num_blocks=64, block_size=4, compile=True)
+    call = compiling.CompiledStep.__call__
+    monkeypatch.setattr(
+        compiling.CompiledStep, "__call__", lambda self, **inputs: outputs.append(call(self, **inputs)) or outputs[-1]
+    )
+    tokens = generate(model, inputs)
+    kept = torch.cat([output.logits.argmax(-1) for output in outputs], 1)
+    assert torch.equal(kept, tokens[:, -9:])
+    assert device.count("replay") == 8
 
 
 def test_a_step_that_can_not_be_captured_is_called(device, monkeypatch, caplog):

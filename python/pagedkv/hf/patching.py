@@ -59,7 +59,7 @@ def patch(
         kv_dtype: float type of the stored keys and values; None: the type the model computes them in.
         prefix_caching: prompts that begin like an earlier one reuse its blocks (:func:`clear_prefix_cache`).
         compile: run decode steps through ``torch.compile``, with these options if it is a dict. True on CUDA captures
-            them, too: from the third of a batch size on a step is one replay. True on CPU packs the weights for the
+            them, too: from the second of a batch size on a step is one replay. True on CPU packs the weights for the
             matrix products, which takes their memory once more; changed weights are noticed and packed anew, but for
             writes through ``.data`` into a few elements: unpatch the model before those.
 
