@@ -59,16 +59,16 @@ def patch(
         kv_dtype: float type of the stored keys and values; None: the type the model computes them in.
         prefix_caching: prompts that begin like an earlier one reuse its blocks (:func:`clear_prefix_cache`).
         compile: run decode steps through ``torch.compile``, with these options if it is a dict. True on CUDA captures
-            them, too: from the second of a batch size on a step is one replay. True on CPU packs the weights for the
-            matrix products, which takes their memory once more; changed weights are noticed and packed anew, but for
-            writes through ``.data`` into a few elements: unpatch the model before those.
+            them, too: from the second of a batch size on a step is one replay. True on CPU packs the weights, which
+            takes their memory once more; changed ones are packed anew, but for writes through ``.data`` into a few
+            elements: unpatch the model before those.
 
     Returns:
         The same model.
 
     Raises:
         TypeError: the model is none of transformers.
-        UnsupportedModelError: blocks can not serve the model; it is left as it was, and the message says why.
+        UnsupportedModelError: blocks can not serve the model, which is left as it was.
         ValueError: the model is patched with other settings, or a setting is out of its range.
 
     Example:
@@ -89,12 +89,11 @@ def patch(
     target = _target(model)
     check_inputs_are_ids(model)
     known: Patch | None = target.__dict__.get(ATTRIBUTE)
-    if known is not None:
-        if known.options != options:
-            raise ValueError(f"pagedkv: the model is patched with {known.options}; unpatch it first to use {options}")
-        return model
-    check_model(target)
-    _install(target, Patch(target, options))
+    if known is None:
+        check_model(target)
+        _install(target, Patch(target, options))
+    elif known.options != options:
+        raise ValueError(f"pagedkv: the model is patched with {known.options}; unpatch it first to use {options}")
     return model
 
 
