@@ -46,9 +46,8 @@ def patch(
 ) -> Model:
     """Let ``model.generate`` keep its KV cache in blocks; the tokens stay those of the unpatched model.
 
-    A short generation is run with the model's own cache and with blocks and compared, so that a model which blocks can
-    not serve is refused here. Patching a patched model again with the same settings does nothing. Calls from several
-    threads take turns.
+    A short generation with the model's own cache and with blocks is compared, so that a model which blocks can not
+    serve is refused here. Patching again with the same settings does nothing. Calls from several threads take turns.
 
     Args:
         model: a transformers causal language model, also inside a PEFT or a compiled module.
