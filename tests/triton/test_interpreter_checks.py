@@ -68,7 +68,7 @@ FAULTS = [
     ("writing._store_heads", " & (d_range < D)[None, :]", "", WRITE, "outside of every view"),
     ("writing._store_heads", "(head < num_heads)[:, None] & ", "", WRITE, "outside of every"),
     ("blocks.copy_kernel", "+ within, mask), mask)", "+ within, mask))", COPY, "outside of every"),
-    ("gathering.gather_kernel", "(position < max_len)[:, None] & d_mask", "d_mask", GATHER, "two programs"),
+    ("gathering.gather_kernel", "(position < max_len)[:, None] & d_mask", "d_mask", GATHER, "two programs|outside of"),
     ("states.merge_kernel", "head < NUM_HEADS", "head < NUM_HEADS + 1", MERGE, "outside of every"),
     ("attention_kernel._load_rows", " & (d_range < SPEC.D)[None, :]", "", ATTEND, "outside of every view"),
     ("attention_kernel._store_rows", " & (dv_range < SPEC.DV)[None, :]", "", ATTEND, "two programs"),
