@@ -210,3 +210,14 @@ def test_hooks_that_come_while_a_request_runs_are_not_published(make_engine):
     handle.remove()
     result = engine.generate([PROMPT], max_new_tokens=6)[0]
     assert (result.token_ids, result.num_cached_tokens) == (plain, 0)
+
+
+def test_values_written_unseen_between_add_and_the_first_step(make_engine):
+    """With no further request whose beginning would look for them."""
+    model, wrapper = adapted(layers=1)
+    engine = make_engine(model)
+    first = greedy(engine)
+    swap_data(wrapper, "two", "one")
+    result = run(engine)[first]
+    assert (result.finish_reason, result.token_ids) == ("error", [])
+    assert "values" in result.error
