@@ -24,7 +24,7 @@ def small():
 
 @pytest.fixture(scope="module")
 def compiling(small):
-    """A compiled engine, and what its making has printed."""
+    """A compiled engine, what its making has printed, and the graphs that it has made."""
     torch.set_num_threads(1)  # a compiled kernel keeps the number of threads it was compiled for
     torch._dynamo.reset()
     counters.clear()
@@ -33,7 +33,8 @@ def compiling(small):
     timed = torch._inductor.config.patch(autotune_local_cache=False)  # tables are of what is timed now
     with timed, contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
         engine = pagedkv.Engine(small, **settings, compile=True)
-    yield engine, printed.getvalue()
+    assert not counters["graph_break"]
+    yield engine, printed.getvalue(), counters["stats"]["unique_graphs"]
     engine.check_integrity()
 
 
@@ -51,14 +52,14 @@ def test_compiled_steps_give_the_tokens_of_generate(small, compiled):
     assert_native(small, results, max_new_tokens=16)
 
 
-def test_one_whole_graph_for_prompts_and_decode_and_none_while_serving(compiled):
-    graphs = counters["stats"]["unique_graphs"]
+def test_one_whole_graph_for_prompts_and_decode_and_none_while_serving(compiling):
+    compiled, _, graphs = compiling
     assert graphs == 1
-    assert not counters["graph_break"]
+    counters.clear()  # other engines may have been made between
     with torch.compiler.set_stance("fail_on_recompile"):
         for count in (1, 2, 3, 5, 6):
             compiled.generate(prompts(count, 1, 30, seed=count), max_new_tokens=5)
-    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["stats"]["unique_graphs"]
 
 
 def test_speculation_and_samples_beside_compiled_steps(small, compiled):

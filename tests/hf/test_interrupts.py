@@ -12,7 +12,7 @@ from models import generate, ragged, tiny
 import pagedkv
 
 ROOT = f"{Path(pagedkv.__file__).parent}/"
-LAYERS = ["hf/attention.py", "hf/paged_layers.py", "engine/packed.py"]
+LAYERS = ["hf/attention.py", "hf/paged_layers.py", "engine/cache.py"]
 FILES = [*LAYERS, "hf/state.py", "hf/planning.py", "hf/step.py", "hf/cache.py", "hf/capturing.py"]
 
 
@@ -106,4 +106,4 @@ def test_an_interrupt_at_any_line_of_a_forward_loses_nothing(use, request):
         assert raised["hf/capturing.py"] >= 40
     else:
         assert raised["hf/attention.py"] >= 15
-        assert raised["engine/packed.py" if use is _served else "hf/paged_layers.py"] >= 15
+        assert raised["engine/cache.py" if use is _served else "hf/paged_layers.py"] >= 15
