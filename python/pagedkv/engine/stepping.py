@@ -65,8 +65,6 @@ class Stepper:
             InvalidArgumentError: it is not the one that was compiled or captured.
         """
         now = self.runner.patch.follow_model(self.runner.model)
-        if now is not self._common:
-            self._common = None
         if self._frozen is not None and (changes := self._frozen.changes(now, self.runner.not_frozen)):
             raise InvalidArgumentError(
                 f"model: expected what was compiled or captured, got a changed one ({changes}); make a new Engine"
