@@ -44,15 +44,16 @@ def call_with_source(function: str, right: str, wrong: str, op: str, args: Any, 
 
 CACHES = make_caches(4, 4, 3, 13, 13)
 ROWS = sliced(torch.randn(3, 3, 13))
-INDICES = (torch.tensor([[3, 1], [2, 9], [0, 0]]), torch.tensor([5, 8, 0]))
-WRITE = ("write_kv", (ROWS, ROWS, *CACHES, torch.tensor([3, 16, -1])), {})
+FAR_OFF = 1 << 20  # blocks: behind every tensor, wherever the allocator puts them
+INDICES = (torch.tensor([[3, 1], [2, FAR_OFF], [0, 0]]), torch.tensor([5, 8, 0]))
+WRITE = ("write_kv", (ROWS, ROWS, *CACHES, torch.tensor([3, 4 * FAR_OFF, -4 * FAR_OFF])), {})
 ATTEND = ("paged_attention", (ROWS, *CACHES, *INDICES), {})
 SPLIT = ("paged_attention", (ROWS, *CACHES, *INDICES), {"num_splits": 3})
 APPEND = ("paged_attention_append", make_args("twice", head_size=13), {})
 FAR = ("paged_attention_append", make_args("out of range"), {})
 SHARED = ("paged_attention_append", make_args("middle", shared_table=True), {})
 MERGE = ("merge_states", (ROWS, torch.zeros(3, 3), ROWS, torch.zeros(3, 3)), {})
-COPY = ("copy_blocks", ([CACHES[0]], torch.tensor([[0, 1], [2, 4]])), {})
+COPY = ("copy_blocks", ([CACHES[0]], torch.tensor([[0, 1], [2, FAR_OFF]])), {})
 GATHER = ("gather_kv", (CACHES[0], *INDICES, 9), {})
 
 BEFORE = "read before it was written"
