@@ -8,20 +8,21 @@ namespace pagedkv {
 
 namespace {
 
-// As Python prints a float.
-std::string float_text(double x) {
-  if (std::isnan(x)) return "nan";
-  if (std::isinf(x)) return x > 0 ? "inf" : "-inf";
-  char digits[32];
-  const auto end = std::to_chars(digits, digits + sizeof(digits), x).ptr;
-  std::string text(digits, end);
-  return text.find_first_of(".e") == std::string::npos ? text + ".0" : text;
-}
-
-enum class Kind { kFloat, kCache, kIndex, kLse };
+enum class Kind { kFloat, kCache, kQuantised, kIndex, kFloat32 };
 
 bool is(Kind kind, const TensorView& t) {
-  return kind == Kind::kIndex ? t.is_index() : kind == Kind::kLse ? t.dtype == float32_dtype() : t.is_float();
+  switch (kind) {
+    case Kind::kFloat:
+      return t.is_float();
+    case Kind::kCache:
+      return t.is_float() || t.is_quantised();
+    case Kind::kQuantised:
+      return t.is_quantised();
+    case Kind::kIndex:
+      return t.is_index();
+    default:
+      return t.dtype == float32_dtype();
+  }
 }
 
 const char* types_text(Kind kind) {
@@ -29,7 +30,9 @@ const char* types_text(Kind kind) {
     case Kind::kFloat:
       return "be float32, float16 or bfloat16";
     case Kind::kCache:
-      return "be float32, float16 or bfloat16 (int8 and float8 caches are not supported yet)";
+      return "be float32, float16, bfloat16, int8, float8_e4m3fn or float8_e5m2";
+    case Kind::kQuantised:
+      return "be int8, float8_e4m3fn or float8_e5m2";
     case Kind::kIndex:
       return "be int32 or int64";
     default:
@@ -108,8 +111,36 @@ void check_options(const char* op, const AttentionCall& call) {
   PAGEDKV_EXPECT(op, call.num_splits >= 0, "num_splits", "be 0 (automatic) or more", std::to_string(call.num_splits));
 }
 
-std::optional<TensorView> head_vector(const char* op, const char* argument, const MaybeTensor& tensor,
-                                      const TensorView& query) {
+// Whether there is a scale: a quantised cache needs one, another takes none.
+bool is_given(const char* op, const std::string& argument, const MaybeTensor& scale, const TensorView& cache,
+              const char* cache_name) {
+  const bool is_quantised = cache.is_quantised();
+  PAGEDKV_EXPECT(
+      op, scale.has_value() == is_quantised, argument,
+      std::string(is_quantised ? "be given for a " : "be None for a ") + cache_name + " in " + dtype_name(cache.dtype),
+      scale ? "a tensor" : "None");
+  return is_quantised;
+}
+
+TensorView fixed_scale(const char* op, const std::string& argument, const Tensor& scale, const TensorView& cache,
+                       const char* cache_name) {
+  const TensorView view = checked(op, argument.c_str(), scale, 1, "[1 or num_kv_heads]", Kind::kFloat32, cache_name);
+  PAGEDKV_EXPECT(op, view.size(0) == 1 || view.size(0) == cache.size(2), argument + ".size(0)",
+                 "be 1 or " + std::to_string(cache.size(2)) + " (" + cache_name + ".size(2))",
+                 std::to_string(view.size(0)));
+  return view;
+}
+
+TensorView scale_cache_of(const char* op, const std::string& argument, const Tensor& scale, const TensorView& cache,
+                          const char* cache_name) {
+  const TensorView view = of_rank(op, argument.c_str(), scale, 3, "[num_blocks, block_size, num_kv_heads]");
+  PAGEDKV_EXPECT(op, view.dtype == float32_dtype(), argument, "be float32", dtype_name(view.dtype));
+  on_cpu(op, argument.c_str(), view, cache_name);
+  like_sizes(op, argument.c_str(), view, cache, cache_name, 0, 3);
+  return view;
+}
+
+MaybeView head_vector(const char* op, const char* argument, const MaybeTensor& tensor, const TensorView& query) {
   if (!tensor) return std::nullopt;
   const TensorView view = checked(op, argument, *tensor, 1, "[num_heads]", Kind::kFloat, "query");
   check_size(op, argument, view, 0, query, "query", 1);
@@ -122,6 +153,15 @@ std::string sizes_text(const int64_t* values, int64_t n) {
   std::string text = "[";
   for (int64_t i = 0; i < n; ++i) text += (i ? ", " : "") + std::to_string(values[i]);
   return text + "]";
+}
+
+std::string float_text(double x) {
+  if (std::isnan(x)) return "nan";
+  if (std::isinf(x)) return x > 0 ? "inf" : "-inf";
+  char digits[32];
+  const auto end = std::to_chars(digits, digits + sizeof(digits), x).ptr;
+  std::string text(digits, end);
+  return text.find_first_of(".e") == std::string::npos ? text + ".0" : text;
 }
 
 void fail(const char* op, const std::string& argument, const std::string& expectation, const std::string& actual) {
@@ -143,15 +183,38 @@ void check_size(const char* op, const char* argument, const TensorView& t, int64
                  std::to_string(t.size(dim)));
 }
 
-void check_no_scale(const char* op, const char* argument, const MaybeTensor& scale) {
-  PAGEDKV_EXPECT(op, !scale, argument, "be None (quantised caches are not supported yet)", "a tensor");
+void refuse_quantised(const char* op, const char* argument, const TensorView& cache) {
+  PAGEDKV_EXPECT(op, !cache.is_quantised(), argument,
+                 "be float32, float16 or bfloat16 (the kernels cannot read quantised caches yet)",
+                 dtype_name(cache.dtype));
+}
+
+MaybeView check_read_scale(const char* op, const char* argument, const MaybeTensor& scale, const TensorView& cache,
+                           const char* cache_name) {
+  if (!is_given(op, argument, scale, cache, cache_name)) return std::nullopt;
+  return TensorView(*scale).dim == 3 ? scale_cache_of(op, argument, *scale, cache, cache_name)
+                                     : fixed_scale(op, argument, *scale, cache, cache_name);
+}
+
+WrittenScale check_written_scale(const char* op, const std::string& argument, const MaybeTensor& scale,
+                                 const MaybeTensor& scale_cache, const TensorView& cache, const char* cache_name) {
+  if (!scale_cache) {
+    if (!is_given(op, argument, scale, cache, cache_name)) return {};
+    return {fixed_scale(op, argument, *scale, cache, cache_name), std::nullopt};
+  }
+  const std::string name = argument + "_cache";
+  PAGEDKV_EXPECT(op, !scale, argument, "be None beside " + name, "a tensor");
+  if (!is_given(op, name, scale_cache, cache, cache_name)) return {};
+  return {std::nullopt, scale_cache_of(op, name, *scale_cache, cache, cache_name)};
 }
 
 CacheViews check_caches(const char* op, const Tensor& key_cache, const Tensor& value_cache) {
   const TensorView key =
       checked(op, "key_cache", key_cache, 4, "[num_blocks, block_size, num_kv_heads, head_size]", Kind::kCache);
-  const TensorView value = checked_like(op, "value_cache", value_cache,
-                                        "[num_blocks, block_size, num_kv_heads, v_head_size]", key, "key_cache");
+  const char* shape = "[num_blocks, block_size, num_kv_heads, v_head_size]";  // quantised ones may differ in type
+  const TensorView value = key.is_quantised()
+                               ? checked(op, "value_cache", value_cache, 4, shape, Kind::kQuantised, "key_cache")
+                               : checked_like(op, "value_cache", value_cache, shape, key, "key_cache");
   like_sizes(op, "value_cache", value, key, "key_cache", 0, 3);
   block_size(op, "key_cache", key);
   return {key, value};
@@ -202,8 +265,6 @@ AttentionViews check_paged_attention(const char* op, const AttentionCall& call) 
   check_options(op, call);
   views.alibi_slopes = head_vector(op, "alibi_slopes", call.alibi_slopes, views.query);
   views.sinks = head_vector(op, "sinks", call.sinks, views.query);
-  check_no_scale(op, "k_scale", call.k_scale);
-  check_no_scale(op, "v_scale", call.v_scale);
   return views;
 }
 
@@ -213,8 +274,8 @@ MergeViews check_merge_states(const Tensor& out_a, const Tensor& lse_a, const Te
   MergeViews views;
   views.out_a = checked(op, "out_a", out_a, 3, shape, Kind::kFloat);
   views.out_b = checked_like(op, "out_b", out_b, shape, views.out_a, like);
-  views.lse_a = checked(op, "lse_a", lse_a, 2, lse_shape, Kind::kLse, like);
-  views.lse_b = checked(op, "lse_b", lse_b, 2, lse_shape, Kind::kLse, like);
+  views.lse_a = checked(op, "lse_a", lse_a, 2, lse_shape, Kind::kFloat32, like);
+  views.lse_b = checked(op, "lse_b", lse_b, 2, lse_shape, Kind::kFloat32, like);
   like_sizes(op, "out_b", views.out_b, views.out_a, like, 0, 3);
   like_sizes(op, "lse_a", views.lse_a, views.out_a, like, 0, 2);
   like_sizes(op, "lse_b", views.lse_b, views.out_a, like, 0, 2);
@@ -260,6 +321,17 @@ TensorView check_gather_cache(const Tensor& cache) {
       checked(op, "cache", cache, 4, "[num_blocks, block_size, num_kv_heads, head_size]", Kind::kCache);
   block_size(op, "cache", view);
   return view;
+}
+
+int32_t check_gather_dtype(const TensorView& cache, std::optional<torch::headeronly::ScalarType> dtype) {
+  const bool is_quantised = cache.is_quantised();
+  const int32_t usual = is_quantised ? float32_dtype() : cache.dtype, wanted = dtype ? dtype_of(*dtype) : usual;
+  const bool is_float = wanted == float32_dtype() || dtype == torch::headeronly::ScalarType::Half ||
+                        dtype == torch::headeronly::ScalarType::BFloat16;
+  PAGEDKV_EXPECT("gather_kv", is_quantised ? is_float : wanted == usual, "dtype",
+                 is_quantised ? "be float32, float16 or bfloat16" : "be " + dtype_name(cache.dtype) + " like cache",
+                 dtype_name(wanted));
+  return wanted;
 }
 
 }  // namespace pagedkv

@@ -12,6 +12,12 @@ namespace pagedkv {
 
 using MaybeTensor = std::optional<Tensor>;
 
+// Until the kernels can read and write them.
+void refuse_quantised(const char* op, const char* argument, const TensorView& cache);
+
+// As Python prints a float.
+std::string float_text(double x);
+
 [[noreturn]] void fail(const char* op, const std::string& argument, const std::string& expectation,
                        const std::string& actual);
 
@@ -39,6 +45,13 @@ struct TableViews {
   TensorView block_table, seq_lens;
 };
 
+using MaybeView = std::optional<TensorView>;
+
+// The scales of a write into a quantised cache: fixed ones, or a cache of scales that it fills.
+struct WrittenScale {
+  MaybeView fixed, cache;
+};
+
 // The arguments of paged_attention, in the order of the schema.
 struct AttentionCall {
   const Tensor &query, &key_cache, &value_cache, &block_table, &seq_lens;
@@ -54,7 +67,11 @@ struct AttentionCall {
 CacheViews check_caches(const char* op, const Tensor& key_cache, const Tensor& value_cache);
 NewTokens check_new_tokens(const char* op, const Tensor& key, const Tensor& value, const CacheViews& caches,
                            const Tensor& slot_mapping);
-void check_no_scale(const char* op, const char* argument, const MaybeTensor& scale);
+// [1], [Hkv] or [N, S, Hkv] of a quantised cache.
+MaybeView check_read_scale(const char* op, const char* argument, const MaybeTensor& scale, const TensorView& cache,
+                           const char* cache_name);
+WrittenScale check_written_scale(const char* op, const std::string& argument, const MaybeTensor& scale,
+                                 const MaybeTensor& scale_cache, const TensorView& cache, const char* cache_name);
 void check_size(const char* op, const char* argument, const TensorView& t, int64_t dim, const TensorView& like,
                 const char* like_name, int64_t like_dim);
 TableViews check_table(const char* op, const Tensor& block_table, const Tensor& seq_lens, const char* cache_name);
@@ -63,9 +80,11 @@ struct AttentionViews {
   CacheViews caches;
   TensorView query;
   TableViews table;
-  std::optional<TensorView> cu_seqlens_q;
-  std::optional<TensorView> alibi_slopes, sinks;
+  MaybeView cu_seqlens_q;
+  MaybeView alibi_slopes, sinks;
+  MaybeView k_scale, v_scale;
 };
+// All but the scales, which the caller checks: they differ with and without a write.
 AttentionViews check_paged_attention(const char* op, const AttentionCall& call);
 
 struct MergeViews {
@@ -77,6 +96,7 @@ TensorView check_mapping(const char* op, const Tensor& block_mapping);
 List<TensorView> check_copy_blocks(const std::vector<Tensor>& caches, const Tensor& block_mapping);
 void check_swap_blocks(const TensorView& src, const TensorView& dst, const Tensor& block_mapping);
 TensorView check_gather_cache(const Tensor& cache);
+int32_t check_gather_dtype(const TensorView& cache, std::optional<torch::headeronly::ScalarType> dtype);
 
 // Index tensors are read once, into `out`, and checked there before the first byte is written: what was checked is what
 // is used, whatever another thread writes into the tensor meanwhile.
@@ -93,7 +113,12 @@ List<BlockPair> read_block_mapping(const char* op, const TensorView& block_mappi
 
 // `index` of a tensor in a list.
 void check_places(const char* op, const char* argument, const TensorView& cache, int64_t index = -1);
-void check_distinct_caches(const char* op, const CacheViews& caches);
+void check_distinct_caches(const char* op, const CacheViews& caches, const MaybeView& k_scale_cache,
+                           const MaybeView& v_scale_cache);
+void check_fixed_scale(const char* op, const char* argument, const MaybeView& scale);
+// int8 has no NaN: of the rows whose slot is not negative.
+void check_numbers(const char* op, const char* argument, const TensorView& rows, const int64_t* slots,
+                   int64_t num_slots, const TensorView& cache);
 // Whether two tensors share elements. Views with unequal strides that reach into each other are not decided.
 enum class Sharing { kNo, kUndecided, kYes };
 Sharing sharing(const TensorView& a, const TensorView& b);

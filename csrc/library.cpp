@@ -57,10 +57,10 @@ template <const char* kName, auto kFunction, typename Result>
 struct Op<kName, kFunction, Result (*)(const NewTokensCall&, const AttentionCall&)> {
   static Result call(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
                      const Tensor& value_cache, const Tensor& slot_mapping, const Tensor& block_table,
-                     const Tensor& seq_lens, const MaybeTensor& cu_seqlens_q, std::optional<double> scale, bool causal,
-                     int64_t window_left, int64_t window_right, double softcap, const MaybeTensor& alibi_slopes,
-                     const MaybeTensor& sinks, const MaybeTensor& k_scale, const MaybeTensor& v_scale,
-                     int64_t num_splits, const MaybeTensor& k_scale_cache, const MaybeTensor& v_scale_cache) {
+                     const Tensor& seq_lens, const MaybeTensor& cu_seqlens_q, const MaybeTensor& k_scale_cache,
+                     const MaybeTensor& v_scale_cache, std::optional<double> scale, bool causal, int64_t window_left,
+                     int64_t window_right, double softcap, const MaybeTensor& alibi_slopes, const MaybeTensor& sinks,
+                     const MaybeTensor& k_scale, const MaybeTensor& v_scale, int64_t num_splits) {
     return run(kName, [&] {
       return kFunction({key, value, slot_mapping, k_scale_cache, v_scale_cache},
                        {query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, scale, causal, window_left,

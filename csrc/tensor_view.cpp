@@ -14,6 +14,9 @@ struct DTypes {
   int32_t bfloat16 = aoti_torch_dtype_bfloat16();
   int32_t int32 = aoti_torch_dtype_int32();
   int32_t int64 = aoti_torch_dtype_int64();
+  int32_t int8 = aoti_torch_dtype_int8();
+  int32_t float8_e4m3fn = aoti_torch_dtype_float8_e4m3fn();
+  int32_t float8_e5m2 = aoti_torch_dtype_float8_e5m2();
 };
 
 const DTypes& dtypes() {
@@ -85,6 +88,13 @@ bool TensorView::is_index() const { return dtype == dtypes().int32 || dtype == d
 bool TensorView::is_float() const {
   const DTypes& d = dtypes();
   return dtype == d.bfloat16 || dtype == d.float32 || dtype == d.float16;
+}
+
+bool TensorView::is_int8() const { return dtype == dtypes().int8; }
+
+bool TensorView::is_quantised() const {
+  const DTypes& d = dtypes();
+  return dtype == d.int8 || dtype == d.float8_e4m3fn || dtype == d.float8_e5m2;
 }
 
 int64_t TensorView::itemsize() const { return static_cast<int64_t>(aoti_torch_dtype_element_size(dtype)); }
@@ -168,5 +178,19 @@ char* data_of(const Tensor& tensor) {
 }
 
 int32_t float32_dtype() { return dtypes().float32; }
+
+int32_t dtype_of(torch::headeronly::ScalarType type) {
+  using torch::headeronly::ScalarType;
+  switch (type) {
+    case ScalarType::Float:
+      return dtypes().float32;
+    case ScalarType::Half:
+      return dtypes().float16;
+    case ScalarType::BFloat16:
+      return dtypes().bfloat16;
+    default:
+      return static_cast<int32_t>(type);
+  }
+}
 
 }  // namespace pagedkv

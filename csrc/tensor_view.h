@@ -37,6 +37,8 @@ struct TensorView {
   }
   bool is_index() const;
   bool is_float() const;
+  bool is_int8() const;
+  bool is_quantised() const;  // int8, float8_e4m3fn or float8_e5m2
   int64_t itemsize() const;
   DType float_type() const;  // of a tensor that is_float()
   // Elements [begin, end) along the last dimension of an index tensor; `row` is the index in the first of two.
@@ -55,5 +57,6 @@ bool is_cpu(const Tensor& tensor);
 Tensor empty_cpu(const int64_t* sizes, int64_t dim, int32_t dtype, const char* purpose = "");
 char* data_of(const Tensor& tensor);
 int32_t float32_dtype();
+int32_t dtype_of(torch::headeronly::ScalarType type);
 
 }  // namespace pagedkv

@@ -1,5 +1,7 @@
 // Checks of the values of index tensors (pagedkv_ops/value_checks.py).
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <stdexcept>
 #include <utility>
 
@@ -57,7 +59,7 @@ Sharing sharing(const TensorView& a, const TensorView& b) {
   if (!a.touches(b)) return Sharing::kNo;
   if (a.data == b.data) return Sharing::kYes;
   const int64_t bytes = b.data - a.data, itemsize = a.itemsize();
-  if (a.dim != b.dim || a.dtype != b.dtype || bytes % itemsize != 0) return Sharing::kUndecided;
+  if (a.dim != b.dim || b.itemsize() != itemsize || bytes % itemsize != 0) return Sharing::kUndecided;
   List<Dimension> dims;
   for (int64_t d = 0; d < a.dim; ++d) {
     if (a.size(d) == 1 && b.size(d) == 1) continue;  // its stride means nothing
@@ -75,12 +77,47 @@ Sharing sharing(const TensorView& a, const TensorView& b) {
   return reachable(bytes / itemsize, dims.data(), dims.size()) ? Sharing::kYes : Sharing::kNo;
 }
 
-void check_distinct_caches(const char* op, const CacheViews& caches) {
+void check_distinct_caches(const char* op, const CacheViews& caches, const MaybeView& k_scale_cache,
+                           const MaybeView& v_scale_cache) {
   check_places(op, "key_cache", caches.key);
   check_places(op, "value_cache", caches.value);
   if (sharing(caches.key, caches.value) == Sharing::kYes) {
     throw std::runtime_error(std::string(op) + ": key_cache and value_cache must not share elements");
   }
+  if (k_scale_cache) check_places(op, "k_scale_cache", *k_scale_cache);
+  if (v_scale_cache) check_places(op, "v_scale_cache", *v_scale_cache);
+  if (k_scale_cache && v_scale_cache && sharing(*k_scale_cache, *v_scale_cache) == Sharing::kYes) {
+    throw std::runtime_error(std::string(op) + ": k_scale_cache and v_scale_cache must not share elements");
+  }
+}
+
+void check_fixed_scale(const char* op, const char* argument, const MaybeView& scale) {
+  for (int64_t i = 0; scale && i < scale->size(0); ++i) {
+    const float value = reinterpret_cast<const float*>(scale->data)[i * scale->stride(0)];
+    PAGEDKV_EXPECT(op, value > 0 && std::isfinite(value), at(argument, i), "be positive and finite", float_text(value));
+  }
+}
+
+void check_numbers(const char* op, const char* argument, const TensorView& rows, const int64_t* slots,
+                   int64_t num_slots, const TensorView& cache) {
+  if (!cache.is_int8()) return;
+  const auto search = [&]<typename T>(T above) {  // the bits of a NaN without its sign are above those of infinity
+    for (int64_t token = 0; token < num_slots; ++token) {
+      if (slots[token] < 0) continue;
+      for (int64_t head = 0; head < rows.size(1); ++head) {
+        const T* row = reinterpret_cast<const T*>(rows.data) + token * rows.stride(0) + head * rows.stride(1);
+        bool found = false;
+        for (int64_t i = 0; i < rows.size(2); ++i) found |= static_cast<T>(row[i] << 1) > above;
+        if (!found) continue;
+        const int64_t i =
+            std::find_if(row, row + rows.size(2), [&](T x) { return static_cast<T>(x << 1) > above; }) - row;
+        fail(op, std::string(argument) + sizes_text(std::array<int64_t, 3>{token, head, i}.data(), 3),
+             "be a number, which int8 can hold", "nan");
+      }
+    }
+  };
+  if (rows.itemsize() == 4) return search(uint32_t{0xff000000u});
+  search(static_cast<uint16_t>(rows.float_type() == DType::kFloat16 ? 0xf800u : 0xff00u));
 }
 
 void read_slots(const char* op, const TensorView& slot_mapping, const TensorView& cache, int64_t* out) {

@@ -42,9 +42,9 @@ def paged_attention(
 
     Args:
         query: [T, num_heads, head_size], float32, float16 or bfloat16; num_heads is a multiple of num_kv_heads.
-        key_cache: [num_blocks, block_size, num_kv_heads, head_size], a float type, also another one than the query's;
-            last dimension contiguous, outer strides free.
-        value_cache: [num_blocks, block_size, num_kv_heads, v_head_size], likewise.
+        key_cache: [num_blocks, block_size, num_kv_heads, head_size], a float type, also another one than the query's,
+            or quantised: int8, float8_e4m3fn or float8_e5m2; last dimension contiguous, outer strides free.
+        value_cache: [num_blocks, block_size, num_kv_heads, v_head_size], of the same type, or another quantised one.
         block_table: [B, W] int32 or int64, the blocks of each sequence in order. Entries that hold no visible key are
             never read.
         seq_lens: [B] int32 or int64, number of keys up to the last query token of each sequence, the new ones included.
@@ -57,8 +57,9 @@ def paged_attention(
         softcap: 0 is off.
         alibi_slopes: [num_heads] (arXiv:2108.12409).
         sinks: [num_heads], a logit per head that joins the denominator alone.
-        k_scale: for quantised caches, which are refused so far.
-        v_scale: likewise.
+        k_scale: of a quantised key_cache, float32: [1], [num_kv_heads], or [num_blocks, block_size, num_kv_heads] with
+            free strides, as :func:`write_kv` fills it. A key is what is stored times its scale.
+        v_scale: likewise of value_cache.
         num_splits: 0 splits long sequences over threads as it sees fit; 1 gives results that are bitwise independent of
             the rest of the batch and of how a prompt was cut into chunks.
 
@@ -163,7 +164,8 @@ def paged_attention_append(
         block_table: [B, W]; as the rest those of :func:`paged_attention`.
         seq_lens: [B]; the new tokens count.
         cu_seqlens_q: [B+1] or None.
-        **options: its keyword arguments.
+        **options: its keyword arguments. k_scale and v_scale are those of the write too; instead of them k_scale_cache
+            and v_scale_cache, which the write fills and attention reads.
 
     Returns:
         [T, num_heads, v_head_size] in the query's type, contiguous.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from . import reference
+from .checks import QUANTISED_MAX
 from .registration import is_first_import, written
 from .schema import NAMESPACE, SCHEMAS
 
@@ -75,8 +76,12 @@ def _launcher(name: str) -> Callable[..., Any]:
 
 def _cuda_op(name: str, *args: Any, **kwargs: Any) -> Any:
     launcher = _launcher(name)
+    for value in () if name in ("copy_blocks", "swap_blocks") else args:  # until the kernels can read them
+        if isinstance(value, torch.Tensor) and value.dtype in QUANTISED_MAX:
+            dtype = str(value.dtype).removeprefix("torch.")
+            raise RuntimeError(f"{name}: the caches must be float32, float16 or bfloat16 on CUDA, got {dtype}")
     if torch.is_inference_mode_enabled():  # the autograd guard, which counts otherwise, did not run
-        torch._C._increment_version(written(name)(args, kwargs))
+        torch._C._increment_version(written(name)(args))
     return launcher(*args, **kwargs)
 
 

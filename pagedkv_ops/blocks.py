@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from . import checks
@@ -52,17 +55,27 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     _swap_blocks(src, dst, block_mapping)
 
 
-def gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int) -> Tensor:
-    """Copy sequences out of their blocks into a dense tensor.
+def gather_kv(
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    max_len: int,
+    *,
+    scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Copy sequences out of their blocks into a dense tensor, multiplied by their scales if they are quantised.
 
     Args:
-        cache: [num_blocks, block_size, num_kv_heads, head_size], float.
+        cache: [num_blocks, block_size, num_kv_heads, head_size], float, int8, float8_e4m3fn or float8_e5m2.
         block_table: [B, W] int32 or int64.
         seq_lens: [B] int32 or int64.
         max_len: length of the result; longer sequences are cut, shorter ones followed by zeros.
+        scale: of a quantised cache, as ``k_scale`` in :func:`paged_attention`.
+        dtype: of the result of a quantised cache: float32 (the default), float16 or bfloat16.
 
     Returns:
-        [B, max_len, num_kv_heads, head_size] in the cache's type, contiguous.
+        [B, max_len, num_kv_heads, head_size], contiguous, in the cache's type or, of a quantised one, in ``dtype``.
 
     Raises:
         RuntimeError: a shape, type or device does not fit; on CPU also a length or block id out of range.
@@ -72,7 +85,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int
     >>> gather_kv(cache, torch.tensor([[1, 0]]), torch.tensor([5]), 6).flatten().tolist()
     [4.0, 5.0, 6.0, 7.0, 0.0, 0.0]
     """
-    return _gather_kv(cache, block_table, seq_lens, max_len)  # type: ignore[no-any-return]
+    return _gather_kv(cache, block_table, seq_lens, max_len, scale=scale, dtype=dtype)  # type: ignore[no-any-return]
 
 
 @register_fake("copy_blocks")
@@ -86,6 +99,6 @@ def _fake_swap(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
 
 
 @register_fake("gather_kv")
-def _fake_gather(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int) -> Tensor:
-    checks.check_gather_kv(cache, block_table, seq_lens, max_len)
-    return cache.new_empty(seq_lens.size(0), max_len, cache.size(2), cache.size(3))
+def _fake_gather(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int, **options: Any) -> Tensor:
+    dtype = checks.check_gather_kv(cache, block_table, seq_lens, max_len, **options)
+    return cache.new_empty(seq_lens.size(0), max_len, cache.size(2), cache.size(3), dtype=dtype)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,16 +21,23 @@ from torch import Tensor
 from .arguments import Attention
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+QUANTISED_MAX = {
+    torch.int8: 127.0,
+    torch.float8_e4m3fn: 448.0,
+    torch.float8_e5m2: 57344.0,
+}  # the largest that is written
 INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_BLOCK_SIZE = 2**31 - 1
 MAX_RESULT_LENGTH = 2**48  # of gather_kv, so that a compiler can work with its sizes
 
 _FLOATS = "float32, float16 or bfloat16"
+_QUANTISED = "int8, float8_e4m3fn or float8_e5m2"
 _TYPES = {  # by what a tensor is
     "float": (FLOAT_DTYPES, _FLOATS),
-    "cache": (FLOAT_DTYPES, f"{_FLOATS} (int8 and float8 caches are not supported yet)"),
+    "cache": ((*FLOAT_DTYPES, *QUANTISED_MAX), f"float32, float16, bfloat16, {_QUANTISED}"),
+    "quantised": (tuple(QUANTISED_MAX), _QUANTISED),
     "index": (INDEX_DTYPES, "int32 or int64"),
-    "lse": ((torch.float32,), "float32"),
+    "float32": ((torch.float32,), "float32"),
 }
 
 
@@ -89,16 +97,11 @@ def _block_size(op: str, argument: str, cache: Tensor) -> None:
         _expect(op, fits, f"{argument}.size(1)", f"be in 1..{MAX_BLOCK_SIZE} (block_size)", cache.size(1))
 
 
-def _unsupported_scales(op: str, **scales: Tensor | None) -> None:
-    for argument, scale in scales.items():
-        expectation = "be None (quantised caches are not supported yet)"
-        _expect(op, scale is None, argument, expectation, "a tensor")
-
-
 def _check_caches(op: str, key_cache: Tensor, value_cache: Tensor) -> None:
     _tensor(op, "key_cache", key_cache, "[num_blocks, block_size, num_kv_heads, head_size]", "cache")
     shape = "[num_blocks, block_size, num_kv_heads, v_head_size]"
-    _tensor(op, "value_cache", value_cache, shape, "like", key_cache, "key_cache")
+    kind = "quantised" if key_cache.dtype in QUANTISED_MAX else "like"  # the two may be quantised differently
+    _tensor(op, "value_cache", value_cache, shape, kind, key_cache, "key_cache")
     for dim in range(3):
         _size(op, "value_cache", value_cache, dim, key_cache, "key_cache", dim)
     _block_size(op, "key_cache", key_cache)
@@ -118,13 +121,57 @@ def _check_new_tokens(
     _expect(op, slot_mapping.size(0) <= key.size(0), "slot_mapping.size(0)", expectation, slot_mapping.size(0))
 
 
+def _is_given(op: str, argument: str, scale: Tensor | None, cache: Tensor, cache_name: str) -> bool:
+    """Whether there is a scale: a quantised cache needs one, another takes none."""
+    is_quantised = cache.dtype in QUANTISED_MAX
+    expectation = f"be {'given' if is_quantised else 'None'} for a {cache_name} in {_name(cache.dtype)}"
+    _expect(op, (scale is not None) == is_quantised, argument, expectation, "None" if scale is None else "a tensor")
+    return is_quantised
+
+
+def _check_fixed_scale(op: str, argument: str, scale: Tensor, cache: Tensor, cache_name: str) -> None:
+    _tensor(op, argument, scale, "[1 or num_kv_heads]", "float32", cache, cache_name)
+    fits = scale.size(0) == 1 or scale.size(0) == cache.size(2)
+    expectation = f"be 1 or {cache.size(2)} ({cache_name}.size(2))"
+    _expect(op, fits, f"{argument}.size(0)", expectation, scale.size(0))
+
+
+def _check_scale_cache(op: str, argument: str, scale: Tensor, cache: Tensor, cache_name: str) -> None:
+    _expect(op, scale.dim() == 3, argument, "be [num_blocks, block_size, num_kv_heads]", _sizes(scale.shape))
+    _expect(op, scale.dtype == torch.float32, argument, "be float32", _name(scale.dtype))
+    _device(op, argument, scale, cache, cache_name)
+    for dim in range(3):
+        _size(op, argument, scale, dim, cache, cache_name, dim)
+
+
+def _check_read_scale(op: str, argument: str, scale: Tensor | None, cache: Tensor, cache_name: str) -> None:
+    """Of a tensor or a head, or of each token and head."""
+    if _is_given(op, argument, scale, cache, cache_name):
+        assert scale is not None
+        check = _check_scale_cache if scale.dim() == 3 else _check_fixed_scale
+        check(op, argument, scale, cache, cache_name)
+
+
+def _check_written_scale(
+    op: str, argument: str, scale: Tensor | None, scale_cache: Tensor | None, cache: Tensor, cache_name: str
+) -> None:
+    """Either fixed, or a cache of scales that the write fills."""
+    if scale_cache is None:
+        if _is_given(op, argument, scale, cache, cache_name):
+            assert scale is not None
+            _check_fixed_scale(op, argument, scale, cache, cache_name)
+        return
+    _expect(op, scale is None, argument, f"be None beside {argument}_cache", "a tensor")
+    if _is_given(op, f"{argument}_cache", scale_cache, cache, cache_name):
+        _check_scale_cache(op, f"{argument}_cache", scale_cache, cache, cache_name)
+
+
 def check_write_kv(
     key: Tensor,
     value: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
-    *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     k_scale_cache: Tensor | None = None,
@@ -133,7 +180,8 @@ def check_write_kv(
     op = "write_kv"
     _check_caches(op, key_cache, value_cache)
     _check_new_tokens(op, key, value, key_cache, value_cache, slot_mapping)
-    _unsupported_scales(op, k_scale=k_scale, v_scale=v_scale, k_scale_cache=k_scale_cache, v_scale_cache=v_scale_cache)
+    _check_written_scale(op, "k_scale", k_scale, k_scale_cache, key_cache, "key_cache")
+    _check_written_scale(op, "v_scale", v_scale, v_scale_cache, value_cache, "value_cache")
 
 
 def _check_head_vector(op: str, argument: str, tensor: Tensor | None, query: Tensor) -> None:
@@ -171,18 +219,23 @@ def _check_options(op: str, a: Attention) -> None:
     _expect(op, a.num_splits >= 0, "num_splits", "be 0 (automatic) or more", a.num_splits)
     _check_head_vector(op, "alibi_slopes", a.alibi_slopes, a.query)
     _check_head_vector(op, "sinks", a.sinks, a.query)
-    _unsupported_scales(op, k_scale=a.k_scale, v_scale=a.v_scale)
+
+
+def _check_attention(op: str, a: Attention) -> None:
+    _check_caches(op, a.key_cache, a.value_cache)
+    _check_query(op, a.query, a.key_cache)
+    check_table(op, a.block_table, a.seq_lens, a.key_cache, "key_cache")
+    _check_query_starts(op, a)
+    _check_options(op, a)
 
 
 def check_paged_attention(*args: Any, op: str = "paged_attention", **options: Any) -> Attention:
     """Takes what the op takes."""
-    attention = Attention(*args, **options)
-    _check_caches(op, attention.key_cache, attention.value_cache)
-    _check_query(op, attention.query, attention.key_cache)
-    check_table(op, attention.block_table, attention.seq_lens, attention.key_cache, "key_cache")
-    _check_query_starts(op, attention)
-    _check_options(op, attention)
-    return attention
+    a = Attention(*args, **options)
+    _check_attention(op, a)
+    _check_read_scale(op, "k_scale", a.k_scale, a.key_cache, "key_cache")
+    _check_read_scale(op, "v_scale", a.v_scale, a.value_cache, "value_cache")
+    return a
 
 
 def check_table(op: str, block_table: Tensor, seq_lens: Tensor, cache: Tensor, cache_name: str) -> None:
@@ -198,25 +251,36 @@ def check_paged_attention_append(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
-    *args: Any,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None,
     k_scale_cache: Tensor | None = None,
     v_scale_cache: Tensor | None = None,
     **options: Any,
 ) -> Attention:
+    """Returns the attention that follows the write: it reads the scales that the write fills."""
     op = "paged_attention_append"
-    attention = check_paged_attention(query, key_cache, value_cache, *args, op=op, **options)
+    a = Attention(query, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, **options)
+    _check_attention(op, a)
     _check_new_tokens(op, key, value, key_cache, value_cache, slot_mapping)
     _size(op, "key", key, 0, query, "query", 0)
-    _unsupported_scales(op, k_scale_cache=k_scale_cache, v_scale_cache=v_scale_cache)
-    return attention
+    _check_written_scale(op, "k_scale", a.k_scale, k_scale_cache, key_cache, "key_cache")
+    _check_written_scale(op, "v_scale", a.v_scale, v_scale_cache, value_cache, "value_cache")
+    if k_scale_cache is None and v_scale_cache is None:
+        return a
+    return replace(
+        a,
+        k_scale=a.k_scale if k_scale_cache is None else k_scale_cache,
+        v_scale=a.v_scale if v_scale_cache is None else v_scale_cache,
+    )
 
 
 def check_merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     op, shape = "merge_states", "[num_tokens, num_heads, v_head_size]"
     _tensor(op, "out_a", out_a, shape, "float")
     _tensor(op, "out_b", out_b, shape, "like", out_a, "out_a")
-    _tensor(op, "lse_a", lse_a, "[num_tokens, num_heads]", "lse", out_a, "out_a")
-    _tensor(op, "lse_b", lse_b, "[num_tokens, num_heads]", "lse", out_a, "out_a")
+    _tensor(op, "lse_a", lse_a, "[num_tokens, num_heads]", "float32", out_a, "out_a")
+    _tensor(op, "lse_b", lse_b, "[num_tokens, num_heads]", "float32", out_a, "out_a")
     for argument, tensor in (("out_b", out_b), ("lse_a", lse_a), ("lse_b", lse_b)):
         for dim in range(tensor.dim()):
             _size(op, argument, tensor, dim, out_a, "out_a", dim)
@@ -249,10 +313,26 @@ def check_swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
         _size(op, "dst", dst, dim, src, "src", dim)
 
 
-def check_gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int) -> None:
+def check_gather_kv(
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    max_len: int,
+    *,
+    scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.dtype:
+    """Returns the type of the result."""
     op = "gather_kv"
     _tensor(op, "cache", cache, "[num_blocks, block_size, num_kv_heads, head_size]", "cache")
     _block_size(op, "cache", cache)
     check_table(op, block_table, seq_lens, cache, "cache")
     for fits in (max_len >= 0, max_len <= MAX_RESULT_LENGTH):
         _expect(op, fits, "max_len", f"be in 0..{MAX_RESULT_LENGTH}", max_len)
+    _check_read_scale(op, "scale", scale, cache, "cache")
+    is_quantised = cache.dtype in QUANTISED_MAX
+    dtypes = FLOAT_DTYPES if is_quantised else (cache.dtype,)
+    if dtype is not None:
+        expectation = f"be {_FLOATS if is_quantised else _name(cache.dtype) + ' like cache'}"
+        _expect(op, dtype in dtypes, "dtype", expectation, _name(dtype))
+    return dtype or dtypes[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,24 +18,65 @@ from . import checks, value_checks
 from .arguments import Attention
 
 
-def write_kv(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, **scales: Any
-) -> None:
-    checks.check_write_kv(key, value, key_cache, value_cache, slot_mapping, **scales)
-    value_checks.check_distinct_caches("write_kv", key_cache, value_cache)
-    value_checks.check_slots("write_kv", slot_mapping, key_cache)
-    _write(key, value, key_cache, value_cache, slot_mapping)
+def write_kv(*args: Any, **scales: Any) -> None:
+    checks.check_write_kv(*args, **scales)
+    write = _Write(*args, **scales)
+    _check_write_values("write_kv", write)
+    _write(write)
 
 
-def _write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    block_size = key_cache.size(1)
-    key, value = key.clone(), value.clone()  # they may be rows of the caches: every row is read before any is written
-    for token, slot in enumerate(slot_mapping.tolist()):
+@dataclass(frozen=True)
+class _Write:
+    """One call of write_kv; construct it as the op is called."""
+
+    key: Tensor  # [T, Hkv, D]
+    value: Tensor  # [T, Hkv, Dv]
+    key_cache: Tensor  # [N, S, Hkv, D]
+    value_cache: Tensor  # [N, S, Hkv, Dv]
+    slot_mapping: Tensor  # [<= T]
+    k_scale: Tensor | None = None  # [1] or [Hkv]
+    v_scale: Tensor | None = None
+    k_scale_cache: Tensor | None = None  # [N, S, Hkv]
+    v_scale_cache: Tensor | None = None
+
+
+def _check_write_values(op: str, w: _Write) -> None:
+    value_checks.check_distinct_caches(op, w.key_cache, w.value_cache, w.k_scale_cache, w.v_scale_cache)
+    value_checks.check_slots(op, w.slot_mapping, w.key_cache)
+    value_checks.check_fixed_scale(op, "k_scale", w.k_scale)
+    value_checks.check_fixed_scale(op, "v_scale", w.v_scale)
+    value_checks.check_numbers(op, "key", w.key, w.slot_mapping, w.key_cache)
+    value_checks.check_numbers(op, "value", w.value, w.slot_mapping, w.value_cache)
+
+
+def _write(w: _Write) -> None:
+    block_size = w.key_cache.size(1)
+    # they may be rows of the caches: every row is read before any is written
+    key, value = w.key.clone(), w.value.clone()
+    for token, slot in enumerate(w.slot_mapping.tolist()):
         if slot < 0:  # padding
             continue
-        block, offset = divmod(slot, block_size)
-        key_cache[block, offset] = key[token]
-        value_cache[block, offset] = value[token]
+        place = divmod(slot, block_size)
+        w.key_cache[place] = _stored(key[token], w.key_cache.dtype, w.k_scale, w.k_scale_cache, place)
+        w.value_cache[place] = _stored(value[token], w.value_cache.dtype, w.v_scale, w.v_scale_cache, place)
+
+
+def _stored(
+    row: Tensor, dtype: torch.dtype, scale: Tensor | None, scale_cache: Tensor | None, place: tuple[int, int]
+) -> Tensor:
+    """A token [Hkv, D] in the cache's type; where there is a cache of scales its own is stored too."""
+    if dtype not in checks.QUANTISED_MAX:
+        return row.to(dtype)
+    largest, row = checks.QUANTISED_MAX[dtype], row.float()
+    if scale_cache is not None:  # infinities saturate, so that the rest of their row keeps its digits
+        finite = row.abs().masked_fill(~row.isfinite(), 0.0)
+        scale = finite.amax(1) / largest if row.size(1) else row.new_zeros(len(row))
+        scale_cache[place] = scale
+    assert scale is not None
+    scale = scale[:, None]  # [Hkv or 1, 1]
+    row = row.clamp(torch.finfo().min, torch.finfo().max)  # keeps NaN
+    quotient = torch.where(scale == 0, row * 0, row / scale).clamp(-largest, largest)
+    return quotient.round().to(dtype) if dtype == torch.int8 else quotient.to(dtype)
 
 
 def _zeros(op: str, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, purpose: str = "") -> Tensor:
@@ -47,14 +88,20 @@ def _zeros(op: str, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, pu
         raise RuntimeError(f"{op}: cannot allocate {amount}{purpose}") from None
 
 
-def _sequence(cache: Tensor, row: Tensor, length: int, columns: range) -> Tensor:
+def _values(stored: Tensor, scale: Tensor | None) -> Tensor:
+    """[tokens, Hkv, D] of the cache in float32; its scales are [1], [Hkv] or [tokens, Hkv]."""
+    return stored.float() if scale is None else stored.float() * scale[..., None]
+
+
+def _sequence(cache: Tensor, scale: Tensor | None, row: Tensor, length: int, columns: range) -> Tensor:
     """One sequence as float32 [length, Hkv, D]; positions outside the table ``columns`` are zero and never read."""
     block_size = cache.size(1)
     out = torch.zeros(length, *cache.shape[2:], dtype=torch.float32, device=cache.device)
     for column in columns:
         start = column * block_size
         stop = min(start + block_size, length)
-        out[start:stop] = cache[int(row[column]), : stop - start].float()
+        place = (int(row[column]), slice(stop - start))
+        out[start:stop] = _values(cache[place], scale[place] if scale is not None and scale.dim() == 3 else scale)
     return out
 
 
@@ -110,8 +157,8 @@ def _attend(op: str, a: Attention) -> tuple[Tensor, Tensor]:
     for b, (row, seq_len) in enumerate(zip(a.block_table, a.seq_lens.tolist(), strict=True)):
         rows, query_len = slice(bounds[b], bounds[b + 1]), bounds[b + 1] - bounds[b]
         columns = value_checks.visible_blocks(query_len, seq_len, block_size, a.causal, a.window_left, a.window_right)
-        key = _sequence(a.key_cache, row, seq_len, columns)
-        value = _sequence(a.value_cache, row, seq_len, columns)
+        key = _sequence(a.key_cache, a.k_scale, row, seq_len, columns)
+        value = _sequence(a.value_cache, a.v_scale, row, seq_len, columns)
         for head in range(num_heads):
             kv_head = head // group_size
             query = a.query[rows, head].float()
@@ -136,19 +183,24 @@ def paged_attention_append(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
-    *args: Any,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """``write_kv``, then ``paged_attention``, as one op: a compiled graph sees one mutation per layer and step."""
-    op = "paged_attention_append"
+    op, caches, scale_caches = "paged_attention_append", (key_cache, value_cache), (k_scale_cache, v_scale_cache)
     attention = checks.check_paged_attention_append(
-        query, key, value, key_cache, value_cache, slot_mapping, *args, **options
+        query, key, value, *caches, slot_mapping, block_table, seq_lens, cu_seqlens_q, *scale_caches, **options
     )
-    value_checks.check_distinct_caches(op, key_cache, value_cache)
-    value_checks.check_slots(op, slot_mapping, key_cache)
+    scales = (options.get("k_scale"), options.get("v_scale"))
+    write = _Write(key, value, *caches, slot_mapping, *scales, *scale_caches)
+    _check_write_values(op, write)
     value_checks.check_attention_values(op, attention)
     attention = replace(attention, query=query.clone())  # like key and value it is read before anything is written
-    _write(key, value, key_cache, value_cache, slot_mapping)
+    _write(write)
     return _attend(op, attention)[0]
 
 
@@ -188,14 +240,26 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     dst[to_ids.to(dst.device)] = src[from_ids.to(src.device)].to(dst.device)
 
 
-def gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int) -> Tensor:
-    checks.check_gather_kv(cache, block_table, seq_lens, max_len)
+def gather_kv(
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    max_len: int,
+    *,
+    scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    dtype = checks.check_gather_kv(cache, block_table, seq_lens, max_len, scale=scale, dtype=dtype)
     value_checks.check_gather_values(cache, block_table, seq_lens, max_len)
     block_size = cache.size(1)
-    out = _zeros("gather_kv", cache, (seq_lens.size(0), max_len, *cache.shape[2:]), cache.dtype, " for max_len tokens")
+    out = _zeros("gather_kv", cache, (seq_lens.size(0), max_len, *cache.shape[2:]), dtype, " for max_len tokens")
     if out.numel() == 0:
         return out
     for b, (row, seq_len) in enumerate(zip(block_table, seq_lens.tolist(), strict=True)):
         for position in range(min(seq_len, max_len)):
-            out[b, position] = cache[int(row[position // block_size]), position % block_size]
+            place = (int(row[position // block_size]), position % block_size)
+            if scale is None:
+                out[b, position] = cache[place]
+            else:
+                out[b, position] = _values(cache[place], scale[place] if scale.dim() == 3 else scale)
     return out

@@ -55,20 +55,15 @@ def _has_tangent(tensors: Any) -> bool:
 
 @functools.cache
 def written(name: str) -> Callable[..., list[torch.Tensor]]:
-    """A function of the op's arguments that lists the tensors its schema declares as written."""
+    """A function of the op's positional arguments that lists the tensors its schema declares as written."""
     arguments = op(name)._schema.arguments
-    writes = [argument for argument in arguments if argument.is_write]
-    indices = [i for i, argument in enumerate(arguments) if argument.is_write and not argument.kwarg_only]
-    names = [argument.name for argument in writes if argument.kwarg_only]
-    plain = all(str(argument.type) == "Tensor" for argument in writes if not argument.kwarg_only)
+    indices = [i for i, argument in enumerate(arguments) if argument.is_write]
+    lists = any("List" in str(arguments[i].type) for i in indices)
 
-    def tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
-        values = [args[i] for i in indices if args[i] is not None]  # the op refuses None
-        if not plain:
-            values = list(_tensors(values))
-        if kwargs:
-            values += _tensors(kwargs.get(name) for name in names)
-        return values
+    def tensors(args: Any) -> list[torch.Tensor]:
+        most = len(args)  # torch drops defaults at the end
+        values = [args[i] for i in indices if i < most and args[i] is not None]
+        return list(_tensors(values)) if lists else values
 
     return tensors
 
@@ -92,7 +87,7 @@ def _autograd_guard(name: str) -> Callable[..., Any]:
                     "call it under torch.no_grad() or torch.inference_mode(), or detach the input"
                 )
         if is_mutable:
-            torch._C._increment_version(written_tensors(args, kwargs))
+            torch._C._increment_version(written_tensors(args))
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
 

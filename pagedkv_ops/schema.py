@@ -16,24 +16,28 @@ _ATTENTION = (
     "Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, "
     f"Tensor? cu_seqlens_q=None, *, {_ATTENTION_OPTIONS}"
 )
+# not keyword-only: torch takes an op whose written arguments are that for one with outputs given by the caller
+_SCALE_CACHES = "Tensor(c!)? k_scale_cache=None, Tensor(d!)? v_scale_cache=None"
 
 SCHEMAS: dict[str, str] = {
     "write_kv": (
-        "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, *, "
-        "Tensor? k_scale=None, Tensor? v_scale=None, Tensor(c!)? k_scale_cache=None, "
-        "Tensor(d!)? v_scale_cache=None) -> ()"
+        "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
+        f"Tensor? k_scale=None, Tensor? v_scale=None, {_SCALE_CACHES}) -> ()"
     ),
     "paged_attention": f"({_ATTENTION}) -> Tensor",
     "paged_attention_with_lse": f"({_ATTENTION}) -> (Tensor, Tensor)",
     "paged_attention_append": (
         "(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
-        f"Tensor block_table, Tensor seq_lens, Tensor? cu_seqlens_q=None, *, {_ATTENTION_OPTIONS}, "
-        "Tensor(c!)? k_scale_cache=None, Tensor(d!)? v_scale_cache=None) -> Tensor"
+        f"Tensor block_table, Tensor seq_lens, Tensor? cu_seqlens_q=None, {_SCALE_CACHES}, *, {_ATTENTION_OPTIONS}) "
+        "-> Tensor"
     ),
     "merge_states": "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
     "copy_blocks": "(Tensor(a!)[] caches, Tensor block_mapping) -> ()",
     "swap_blocks": "(Tensor src, Tensor(a!) dst, Tensor block_mapping) -> ()",
-    "gather_kv": "(Tensor cache, Tensor block_table, Tensor seq_lens, SymInt max_len) -> Tensor",
+    "gather_kv": (
+        "(Tensor cache, Tensor block_table, Tensor seq_lens, SymInt max_len, *, Tensor? scale=None, "
+        "ScalarType? dtype=None) -> Tensor"
+    ),
 }
 
 

@@ -7,7 +7,9 @@ the same checks with the same words.
 from __future__ import annotations
 
 import itertools
+import math
 
+import torch
 from torch import Tensor
 
 from .arguments import Attention
@@ -37,6 +39,22 @@ def check_slots(op: str, slot_mapping: Tensor, cache: Tensor) -> None:
     for i, slot in enumerate(slot_mapping.tolist()):
         if slot >= num_slots:
             _fail(op, f"slot_mapping[{i}]", f"be below {num_slots} (num_blocks * block_size)", slot)
+
+
+def check_fixed_scale(op: str, argument: str, scale: Tensor | None) -> None:
+    """Of a write, which divides by it."""
+    for i, value in enumerate([] if scale is None else scale.tolist()):
+        if not 0 < value < math.inf:
+            _fail(op, f"{argument}[{i}]", "be positive and finite", value)
+
+
+def check_numbers(op: str, argument: str, rows: Tensor, slot_mapping: Tensor, cache: Tensor) -> None:
+    """int8 has no NaN."""
+    if cache.dtype != torch.int8:
+        return
+    for token in (slot_mapping >= 0).nonzero().flatten().tolist():
+        for head, element in rows[token].isnan().nonzero().tolist():
+            _fail(op, f"{argument}[{token}, {head}, {element}]", "be a number, which int8 can hold", math.nan)
 
 
 def check_seq_lens(op: str, seq_lens: Tensor, block_table: Tensor, block_size: int) -> None:
@@ -119,17 +137,29 @@ def check_places(op: str, argument: str, cache: Tensor) -> None:
         reach += (size - 1) * stride
 
 
-def check_distinct_caches(op: str, key_cache: Tensor, value_cache: Tensor) -> None:
+def check_distinct_caches(
+    op: str,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None,
+) -> None:
     """K and V may be interleaved views of one storage, but no element may belong to both, or twice to one."""
     check_places(op, "key_cache", key_cache)
     check_places(op, "value_cache", value_cache)
     if shares_elements(key_cache, value_cache):
         raise RuntimeError(f"{op}: key_cache and value_cache must not share elements")
+    if k_scale_cache is not None:
+        check_places(op, "k_scale_cache", k_scale_cache)
+    if v_scale_cache is not None:
+        check_places(op, "v_scale_cache", v_scale_cache)
+    if k_scale_cache is not None and v_scale_cache is not None and shares_elements(k_scale_cache, v_scale_cache):
+        raise RuntimeError(f"{op}: k_scale_cache and v_scale_cache must not share elements")
 
 
 def shares_elements(a: Tensor, b: Tensor) -> bool:
     """Whether two equally strided views name a common address (views of unequal strides: whether both start there)."""
-    if a.numel() == 0 or b.numel() == 0 or a.dtype != b.dtype:
+    if a.numel() == 0 or b.numel() == 0 or a.element_size() != b.element_size():
         return False
     distance = b.data_ptr() - a.data_ptr()
     if distance == 0 or distance % a.element_size() != 0:

@@ -124,7 +124,10 @@ Output attend(const AttentionViews& views, AttentionArgs& args, bool with_lse) {
 }
 
 Output check_and_attend(const char* op, bool with_lse, const AttentionCall& call) {
-  const AttentionViews views = check_paged_attention(op, call);
+  AttentionViews views = check_paged_attention(op, call);
+  views.k_scale = check_read_scale(op, "k_scale", call.k_scale, views.caches.key, "key_cache");
+  views.v_scale = check_read_scale(op, "v_scale", call.v_scale, views.caches.value, "value_cache");
+  refuse_quantised(op, "key_cache", views.caches.key);
   AttentionArgs args = make_args(op, views, call);
   return attend(views, args, with_lse);
 }
@@ -144,15 +147,16 @@ Tensor paged_attention_append(const NewTokensCall& new_tokens, const AttentionCa
   const NewTokens tokens =
       check_new_tokens(op, new_tokens.key, new_tokens.value, views.caches, new_tokens.slot_mapping);
   check_size(op, "key", tokens.key, 0, views.query, "query", 0);
-  check_no_scale(op, "k_scale_cache", new_tokens.k_scale_cache);
-  check_no_scale(op, "v_scale_cache", new_tokens.v_scale_cache);
-  check_distinct_caches(op, views.caches);
-  const int64_t* slots = slots_of(op, tokens, views.caches);
+  const WrittenScales scales = check_written_scales(op, call.k_scale, call.v_scale, new_tokens.k_scale_cache,
+                                                    new_tokens.v_scale_cache, views.caches);
+  views.k_scale = scales.key.cache ? scales.key.cache : scales.key.fixed;
+  views.v_scale = scales.value.cache ? scales.value.cache : scales.value.fixed;
+  const int64_t* slots = checked_slots(op, tokens, views.caches, scales);
   ReadFirst query_copy;
   query_copy.apply(views.query, views.caches.key);
   query_copy.apply(views.query, views.caches.value);
   AttentionArgs args = make_args(op, views, call);
-  write_checked(tokens, slots, views.caches);
+  write_checked(tokens, slots, views.caches, scales);
   return attend(views, args, false).out;
 }
 

@@ -135,12 +135,16 @@ void swap_blocks(const Tensor& src, const Tensor& dst, const Tensor& block_mappi
   copy_pairs({BlockCopy(from, to)}, pairs, from.touches(to) ? Order::kReadFirst : Order::kAny);
 }
 
-Tensor gather_kv(const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens, int64_t max_len) {
+Tensor gather_kv(const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens, int64_t max_len,
+                 const MaybeTensor& scale, std::optional<torch::headeronly::ScalarType> dtype) {
   const char* op = "gather_kv";
   const TensorView view = check_gather_cache(cache);
   const TableViews table = check_table(op, block_table, seq_lens, "cache");
   PAGEDKV_EXPECT(op, 0 <= max_len && max_len <= kLongestResult, "max_len", "be in 0..281474976710656",
                  std::to_string(max_len));
+  check_read_scale(op, "scale", scale, view, "cache");
+  const int32_t out_dtype = check_gather_dtype(view, dtype);
+  refuse_quantised(op, "cache", view);
   const int64_t block_size = view.size(1), num_seqs = table.seq_lens.size(0);
   int64_t* lengths = call_scratch().lengths.reserve_for<int64_t>(times(2, num_seqs));
   int64_t* row_starts = lengths + num_seqs;
@@ -156,7 +160,7 @@ Tensor gather_kv(const Tensor& cache, const Tensor& block_table, const Tensor& s
     read_block_ids(op, table.block_table, b, 0, columns(b), view.size(0), ids + row_starts[b]);
   }
   const int64_t sizes[] = {num_seqs, max_len, view.size(2), view.size(3)};
-  Tensor result = empty_cpu(sizes, 4, view.dtype, " for max_len tokens");
+  Tensor result = empty_cpu(sizes, 4, out_dtype, " for max_len tokens");
   const TensorView out(result);
   if (out.empty()) return result;
   const BlockLayout row(view, out, 2);

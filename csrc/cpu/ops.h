@@ -12,9 +12,16 @@ namespace pagedkv {
 void write_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
               const Tensor& slot_mapping, const MaybeTensor& k_scale, const MaybeTensor& v_scale,
               const MaybeTensor& k_scale_cache, const MaybeTensor& v_scale_cache);
-// The slots of new tokens, read into scratch and checked; and the write alone.
-const int64_t* slots_of(const char* op, const NewTokens& tokens, const CacheViews& caches);
-void write_checked(NewTokens tokens, const int64_t* slots, const CacheViews& caches);
+// The parts of write_kv: checks of shapes, checks of values, which read the slots into scratch, and the write alone.
+struct WrittenScales {
+  WrittenScale key, value;
+};
+WrittenScales check_written_scales(const char* op, const MaybeTensor& k_scale, const MaybeTensor& v_scale,
+                                   const MaybeTensor& k_scale_cache, const MaybeTensor& v_scale_cache,
+                                   const CacheViews& caches);
+const int64_t* checked_slots(const char* op, const NewTokens& tokens, const CacheViews& caches,
+                             const WrittenScales& scales);
+void write_checked(NewTokens tokens, const int64_t* slots, const CacheViews& caches, const WrittenScales& scales);
 
 Tensor paged_attention(const AttentionCall& call);
 std::tuple<Tensor, Tensor> paged_attention_with_lse(const AttentionCall& call);
@@ -29,7 +36,8 @@ std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a
                                         const Tensor& lse_b);
 void copy_blocks(const std::vector<Tensor>& caches, const Tensor& block_mapping);
 void swap_blocks(const Tensor& src, const Tensor& dst, const Tensor& block_mapping);
-Tensor gather_kv(const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens, int64_t max_len);
+Tensor gather_kv(const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens, int64_t max_len,
+                 const MaybeTensor& scale, std::optional<torch::headeronly::ScalarType> dtype);
 
 inline CacheView cache_view(const TensorView& t) { return {t.data, t.stride(0), t.stride(1), t.stride(2)}; }
 

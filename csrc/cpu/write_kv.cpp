@@ -14,14 +14,32 @@ WriteSource source_of(const TensorView& t) { return {t.data, t.float_type(), t.s
 
 }  // namespace
 
-const int64_t* slots_of(const char* op, const NewTokens& tokens, const CacheViews& caches) {
-  int64_t* slots = call_scratch().slots.reserve_for<int64_t>(tokens.slot_mapping.size(0));
+WrittenScales check_written_scales(const char* op, const MaybeTensor& k_scale, const MaybeTensor& v_scale,
+                                   const MaybeTensor& k_scale_cache, const MaybeTensor& v_scale_cache,
+                                   const CacheViews& caches) {
+  return {check_written_scale(op, "k_scale", k_scale, k_scale_cache, caches.key, "key_cache"),
+          check_written_scale(op, "v_scale", v_scale, v_scale_cache, caches.value, "value_cache")};
+}
+
+const int64_t* checked_slots(const char* op, const NewTokens& tokens, const CacheViews& caches,
+                             const WrittenScales& scales) {
+  check_distinct_caches(op, caches, scales.key.cache, scales.value.cache);
+  const int64_t num_slots = tokens.slot_mapping.size(0);
+  int64_t* slots = call_scratch().slots.reserve_for<int64_t>(num_slots);
   read_slots(op, tokens.slot_mapping, caches.key, slots);
+  check_fixed_scale(op, "k_scale", scales.key.fixed);
+  check_fixed_scale(op, "v_scale", scales.value.fixed);
+  check_numbers(op, "key", tokens.key, slots, num_slots, caches.key);
+  check_numbers(op, "value", tokens.value, slots, num_slots, caches.value);
+  refuse_quantised(op, "key_cache", caches.key);
   return slots;
 }
 
-void write_checked(NewTokens tokens, const int64_t* slots, const CacheViews& caches) {
-  count_write(caches.value, count_write(caches.key));
+void write_checked(NewTokens tokens, const int64_t* slots, const CacheViews& caches, const WrittenScales& scales) {
+  bool counted = count_write(caches.key);
+  counted = count_write(caches.value, counted);
+  if (scales.key.cache) counted = count_write(*scales.key.cache, counted);
+  if (scales.value.cache) count_write(*scales.value.cache, counted);
   ReadFirst key, value;
   for (const TensorView& cache : {caches.key, caches.value}) {
     key.apply(tokens.key, cache);
@@ -50,12 +68,9 @@ void write_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache, c
   const char* op = "write_kv";
   const CacheViews caches = check_caches(op, key_cache, value_cache);
   const NewTokens tokens = check_new_tokens(op, key, value, caches, slot_mapping);
-  check_no_scale(op, "k_scale", k_scale);
-  check_no_scale(op, "v_scale", v_scale);
-  check_no_scale(op, "k_scale_cache", k_scale_cache);
-  check_no_scale(op, "v_scale_cache", v_scale_cache);
-  check_distinct_caches(op, caches);
-  write_checked(tokens, slots_of(op, tokens, caches), caches);
+  const WrittenScales scales = check_written_scales(op, k_scale, v_scale, k_scale_cache, v_scale_cache, caches);
+  const int64_t* slots = checked_slots(op, tokens, caches, scales);
+  write_checked(tokens, slots, caches, scales);
 }
 
 }  // namespace pagedkv

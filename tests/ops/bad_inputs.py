@@ -135,13 +135,14 @@ def _meta_like(like: str, *arguments: str) -> Bad:
     return [(f"{argument} must be on cpu like {like}, got meta", _meta) for argument in arguments]
 
 
-def _quantised(*arguments: str) -> Bad:
-    text = "must be None (quantised caches are not supported yet), got a tensor"
-    return [(f"{argument} {text}", _shape(1)) for argument in arguments]
+def _quantised(**changes: Any) -> dict[str, Any]:
+    """Changes that make the caches int8 and give each a scale; ``changes`` may undo that."""
+    to_int8 = _to(torch.int8)
+    return {"key_cache": to_int8, "value_cache": to_int8, "k_scale": torch.ones(1), "v_scale": torch.ones(2)} | changes
 
 
 _FLOATS = "must be float32, float16 or bfloat16"
-_CACHE_FLOATS = f"{_FLOATS} (int8 and float8 caches are not supported yet)"
+_CACHE_TYPES = "must be float32, float16, bfloat16, int8, float8_e4m3fn or float8_e5m2"
 _INDEX = "must be int32 or int64"
 _CONTIGUOUS = "must have a contiguous last dimension, got strides"
 _OWN_PLACE = "must have a place of its own in memory for each element, got strides"
@@ -153,8 +154,10 @@ _CACHES: Bad = [
     *_meta_like("key_cache", "value_cache"),
     ("key_cache must be [num_blocks, block_size, num_kv_heads, head_size], got [4, 2, 16]", _first),
     ("value_cache must be [num_blocks, block_size, num_kv_heads, v_head_size], got [1, 5, 4, 2, 8]", _outer),
-    (f"key_cache {_CACHE_FLOATS}, got float64", _to(torch.float64)),
-    (f"key_cache {_CACHE_FLOATS}, got int8", _to(torch.int8)),
+    (f"key_cache {_CACHE_TYPES}, got float64", _to(torch.float64)),
+    (f"key_cache {_CACHE_TYPES}, got uint8", _to(torch.uint8)),
+    ("value_cache must be float32 like key_cache, got int8", _to(torch.int8)),
+    ("value_cache must be int8, float8_e4m3fn or float8_e5m2, got float32", {"key_cache": _to(torch.float8_e5m2)}),
     ("value_cache must be float32 like key_cache, got bfloat16", _to(torch.bfloat16)),
     (f"key_cache {_CONTIGUOUS} [256, 64, 32, 2]", _every_other),
     (f"value_cache {_CONTIGUOUS} [128, 32, 16, 2]", _every_other),
@@ -183,6 +186,47 @@ _NEW_TOKENS: Bad = [
     ("key.size(2) must be 16 like key_cache.size(3), got 15", _drop(2)),
     ("value.size(2) must be 8 like value_cache.size(3), got 7", _drop(2)),
     ("slot_mapping.size(0) must be at most 4 (key.size(0)), got 5", lambda t: torch.cat([t, t[:1]])),
+]
+_FIXED_SCALES: Bad = [
+    ("k_scale must be None for a key_cache in float32, got a tensor", _shape(1)),
+    ("v_scale must be None for a value_cache in float32, got a tensor", _shape(5, 4, 2)),
+    ("k_scale must be given for a key_cache in int8, got None", _quantised(k_scale=None)),
+    (
+        "v_scale must be given for a value_cache in float8_e4m3fn, got None",
+        _quantised(value_cache=_to(torch.float8_e4m3fn), v_scale=None),
+    ),
+    ("k_scale must be [1 or num_kv_heads], got [1, 2]", _quantised(k_scale=_shape(1, 2))),
+    ("k_scale must be float32, got bfloat16", _quantised(k_scale=_shape(2, dtype=torch.bfloat16))),
+    ("v_scale must be on cpu like value_cache, got meta", _quantised(v_scale=_shape(1).to("meta"))),
+    ("v_scale.size(0) must be 1 or 2 (value_cache.size(2)), got 4", _quantised(v_scale=_shape(4))),
+]
+_READ_SCALES: Bad = [  # of each token and head
+    ("v_scale must be float32, got float16", _quantised(v_scale=_shape(5, 4, 2, dtype=torch.float16))),
+    ("k_scale must be on cpu like key_cache, got meta", _quantised(k_scale=_shape(5, 4, 2).to("meta"))),
+    ("k_scale.size(0) must be 5 like key_cache.size(0), got 4", _quantised(k_scale=_shape(4, 4, 2))),
+    ("v_scale.size(1) must be 4 like value_cache.size(1), got 5", _quantised(v_scale=_shape(5, 5, 2))),
+    ("v_scale.size(2) must be 2 like value_cache.size(2), got 1", _quantised(v_scale=_shape(5, 4, 1))),
+]
+_WRITTEN_SCALES: Bad = [
+    ("k_scale must be [1 or num_kv_heads], got [5, 4, 2]", _quantised(k_scale=_shape(5, 4, 2))),
+    ("k_scale must be None beside k_scale_cache, got a tensor", _quantised(k_scale_cache=_shape(5, 4, 2))),
+    ("v_scale_cache must be None for a value_cache in float32, got a tensor", _shape(5, 4, 2)),
+    (
+        "k_scale_cache must be [num_blocks, block_size, num_kv_heads], got [2]",
+        _quantised(k_scale=None, k_scale_cache=_shape(2)),
+    ),
+    (
+        "v_scale_cache must be float32, got float64",
+        _quantised(v_scale=None, v_scale_cache=_shape(5, 4, 2, dtype=torch.float64)),
+    ),
+    (
+        "v_scale_cache must be on cpu like value_cache, got meta",
+        _quantised(v_scale=None, v_scale_cache=_shape(5, 4, 2).to("meta")),
+    ),
+    (
+        "k_scale_cache.size(0) must be 5 like key_cache.size(0), got 6",
+        _quantised(k_scale=None, k_scale_cache=_shape(6, 4, 2)),
+    ),
 ]
 _QUERY: Bad = [
     *_none("query"),
@@ -223,7 +267,7 @@ _QUERY: Bad = [
     ("sinks must be on cpu like query, got meta", _shape(4).to("meta")),
     ("alibi_slopes.size(0) must be 4 like query.size(1), got 5", _shape(5)),
     ("sinks.size(0) must be 4 like query.size(1), got 5", _shape(5)),
-    *_quantised("k_scale", "v_scale"),
+    *_FIXED_SCALES,
 ]
 _TABLE: Bad = [
     *_none("block_table", "seq_lens"),
@@ -242,9 +286,9 @@ _MAPPING: Bad = [
 ]
 
 SHAPES: dict[str, Bad] = {
-    "write_kv": [*_CACHES, *_NEW_TOKENS, *_quantised("k_scale", "v_scale", "k_scale_cache", "v_scale_cache")],
-    "paged_attention": _ATTENTION,
-    "paged_attention_with_lse": _ATTENTION,
+    "write_kv": [*_CACHES, *_NEW_TOKENS, *_FIXED_SCALES, *_WRITTEN_SCALES],
+    "paged_attention": [*_ATTENTION, *_READ_SCALES],
+    "paged_attention_with_lse": [*_ATTENTION, *_READ_SCALES],
     "paged_attention_append": [
         *_ATTENTION,
         *_NEW_TOKENS,
@@ -252,7 +296,7 @@ SHAPES: dict[str, Bad] = {
             "key.size(0) must be 4 like query.size(0), got 3",
             {"key": _drop(0), "value": _drop(0), "slot_mapping": _drop(0)},
         ),
-        *_quantised("k_scale_cache", "v_scale_cache"),
+        *_WRITTEN_SCALES,
     ],
     "merge_states": [
         *_none("out_a", "lse_a", "out_b", "lse_b"),
@@ -297,15 +341,24 @@ SHAPES: dict[str, Bad] = {
         *_none("cache"),
         *_meta_like("cache", "block_table", "seq_lens"),
         ("cache must be [num_blocks, block_size, num_kv_heads, head_size], got [4, 2, 16]", _first),
-        (f"cache {_CACHE_FLOATS}, got int8", _to(torch.int8)),
+        (f"cache {_CACHE_TYPES}, got uint8", _to(torch.uint8)),
         (f"cache {_CONTIGUOUS} [256, 64, 32, 2]", _every_other),
         ("cache.size(1) must be in 1..2147483647 (block_size), got 0", lambda t: t[:, :0]),
         ("max_len must be in 0..281474976710656, got -1", -1),
         ("max_len must be in 0..281474976710656, got 4611686018427387904", 2**62),
+        ("scale must be None for a cache in float32, got a tensor", _shape(1)),
+        ("scale must be given for a cache in float8_e5m2, got None", {"cache": _to(torch.float8_e5m2)}),
+        ("scale must be [1 or num_kv_heads], got []", {"cache": _to(torch.int8), "scale": _shape()}),
+        ("scale.size(1) must be 4 like cache.size(1), got 3", {"cache": _to(torch.int8), "scale": _shape(5, 3, 2)}),
+        ("dtype must be float32 like cache, got float16", torch.float16),
+        (
+            "dtype must be float32, float16 or bfloat16, got int8",
+            {"cache": _to(torch.int8), "scale": torch.ones(1), "dtype": torch.int8},
+        ),
     ],
 }
 
-_ZEROS, _COLUMNS = torch.zeros(6, 4, 2, 16), torch.zeros(5, 4, 2, 23)
+_ZEROS, _COLUMNS, _SCALES = torch.zeros(6, 4, 2, 16), torch.zeros(5, 4, 2, 23), torch.zeros(6, 4, 2)
 _LENGTHS: Bad = [
     ("seq_lens[1] must be in 0..12 (block_table.size(1) * block_size), got -1", _set([1], -1)),
     ("seq_lens[0] must be in 0..12 (block_table.size(1) * block_size), got 13", _set([0], 13)),
@@ -338,6 +391,35 @@ _SLOTS: Bad = [
     (f"key_cache {_OWN_PLACE} [96, 32, 16, 1]", _overlapping_rows),
 ]
 
+_NAN = "must be a number, which int8 can hold, got nan"
+_STORED: Bad = [
+    ("k_scale[0] must be positive and finite, got 0.0", _quantised(k_scale=torch.zeros(1))),
+    ("v_scale[1] must be positive and finite, got nan", _quantised(v_scale=torch.tensor([0.5, math.nan]))),
+    ("v_scale[0] must be positive and finite, got -2.5", _quantised(v_scale=torch.tensor([-2.5, 1.0]))),
+    ("k_scale[0] must be positive and finite, got inf", _quantised(k_scale=torch.tensor([math.inf]))),
+    (f"key[1, 1, 15] {_NAN}", _quantised(key=_set([1, 1, 15], math.nan))),
+    (f"value[3, 0, 2] {_NAN}", _quantised(value=_set([3, 0, 2], math.nan))),
+    (
+        f"value[0, 1, 7] {_NAN}",
+        _quantised(
+            value=lambda t: _set([0, 1, 7], -math.nan)(t.bfloat16()), v_scale=None, v_scale_cache=_shape(5, 4, 2)
+        ),
+    ),
+    (f"key[0, 0, 0] {_NAN}", _quantised(key=lambda t: _set([0, 0, 0], math.nan)(t.half()))),
+    (
+        f"k_scale_cache {_OWN_PLACE} [8, 0, 1]",
+        _quantised(k_scale=None, k_scale_cache=_shape(5, 4, 2)[:, :1].expand(5, 4, 2)),
+    ),
+    (
+        f"v_scale_cache {_OWN_PLACE} [0, 2, 1]",
+        _quantised(v_scale=None, v_scale_cache=_shape(1, 4, 2).expand(5, 4, 2)),
+    ),
+    (
+        "k_scale_cache and v_scale_cache must not share elements",
+        _quantised(k_scale=None, v_scale=None, k_scale_cache=_SCALES[:5], v_scale_cache=_SCALES[1:]),
+    ),
+]
+
 
 def _pairs(last_destination: int) -> Bad:
     return [
@@ -351,10 +433,10 @@ def _pairs(last_destination: int) -> Bad:
 
 
 VALUES: dict[str, Bad] = {
-    "write_kv": _SLOTS,
+    "write_kv": [*_SLOTS, *_STORED],
     "paged_attention": [*_LENGTHS, *_IDS, *_BOUNDS, *_EMPTY_POOL],
     "paged_attention_with_lse": [*_LENGTHS, *_IDS, *_BOUNDS, *_EMPTY_POOL],
-    "paged_attention_append": [*_SLOTS, *_LENGTHS, *_IDS, *_BOUNDS],
+    "paged_attention_append": [*_SLOTS, *_STORED, *_LENGTHS, *_IDS, *_BOUNDS],
     "merge_states": [],
     "copy_blocks": [*_pairs(4), (f"caches[1] {_OWN_PLACE} [16, 0, 8, 1]", lambda t: [t[0], _expanded(1)(t[1])])],
     "swap_blocks": [
