@@ -183,12 +183,6 @@ void check_size(const char* op, const char* argument, const TensorView& t, int64
                  std::to_string(t.size(dim)));
 }
 
-void refuse_quantised(const char* op, const char* argument, const TensorView& cache) {
-  PAGEDKV_EXPECT(op, !cache.is_quantised(), argument,
-                 "be float32, float16 or bfloat16 (the kernels cannot read quantised caches yet)",
-                 dtype_name(cache.dtype));
-}
-
 MaybeView check_read_scale(const char* op, const char* argument, const MaybeTensor& scale, const TensorView& cache,
                            const char* cache_name) {
   if (!is_given(op, argument, scale, cache, cache_name)) return std::nullopt;

@@ -12,9 +12,6 @@ namespace pagedkv {
 
 using MaybeTensor = std::optional<Tensor>;
 
-// Until the kernels can read and write them.
-void refuse_quantised(const char* op, const char* argument, const TensorView& cache);
-
 // As Python prints a float.
 std::string float_text(double x);
 

@@ -99,9 +99,13 @@ bool TensorView::is_quantised() const {
 
 int64_t TensorView::itemsize() const { return static_cast<int64_t>(aoti_torch_dtype_element_size(dtype)); }
 
-DType TensorView::float_type() const {
-  if (dtype == dtypes().float32) return DType::kFloat32;
-  return dtype == dtypes().float16 ? DType::kFloat16 : DType::kBFloat16;
+DType TensorView::element_type() const {
+  const DTypes& d = dtypes();
+  if (dtype == d.bfloat16) return DType::kBFloat16;
+  if (dtype == d.float32) return DType::kFloat32;
+  if (dtype == d.float16) return DType::kFloat16;
+  if (dtype == d.int8) return DType::kInt8;
+  return dtype == d.float8_e4m3fn ? DType::kFloat8E4M3 : DType::kFloat8E5M2;
 }
 
 std::string dtype_name(int32_t dtype) {

@@ -40,7 +40,7 @@ struct TensorView {
   bool is_int8() const;
   bool is_quantised() const;  // int8, float8_e4m3fn or float8_e5m2
   int64_t itemsize() const;
-  DType float_type() const;  // of a tensor that is_float()
+  DType element_type() const;  // of a tensor that is_float() or is_quantised()
   // Elements [begin, end) along the last dimension of an index tensor; `row` is the index in the first of two.
   void read_indices(int64_t* out, int64_t begin, int64_t end, int64_t row = 0) const;
 };

@@ -117,7 +117,7 @@ void check_numbers(const char* op, const char* argument, const TensorView& rows,
     }
   };
   if (rows.itemsize() == 4) return search(uint32_t{0xff000000u});
-  search(static_cast<uint16_t>(rows.float_type() == DType::kFloat16 ? 0xf800u : 0xff00u));
+  search(static_cast<uint16_t>(rows.element_type() == DType::kFloat16 ? 0xf800u : 0xff00u));
 }
 
 void read_slots(const char* op, const TensorView& slot_mapping, const TensorView& cache, int64_t* out) {

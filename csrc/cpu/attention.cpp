@@ -15,7 +15,7 @@ namespace {
 // float32 copies of alibi_slopes and sinks, which may be any float type.
 const float* head_values(const std::optional<TensorView>& view, float* dst) {
   if (!view) return nullptr;
-  kernels().to_float(dst, view->data, view->float_type(), view->stride(0), view->size(0));
+  kernels().to_float(dst, view->data, view->element_type(), view->stride(0), view->size(0));
   return dst;
 }
 
@@ -69,10 +69,9 @@ AttentionArgs make_args(const char* op, const AttentionViews& views, const Atten
   args.query = query.data;
   args.query_token_stride = query.stride(0);
   args.query_head_stride = query.stride(1);
-  args.query_dtype = query.float_type();
-  args.key = cache_view(key);
-  args.value = cache_view(value);
-  args.cache_dtype = key.float_type();
+  args.query_dtype = query.element_type();
+  args.key = cache_view(key, views.k_scale);
+  args.value = cache_view(value, views.v_scale);
   args.num_tokens = query.size(0);
   args.num_seqs = views.table.seq_lens.size(0);
   args.num_heads = query.size(1);
@@ -127,7 +126,6 @@ Output check_and_attend(const char* op, bool with_lse, const AttentionCall& call
   AttentionViews views = check_paged_attention(op, call);
   views.k_scale = check_read_scale(op, "k_scale", call.k_scale, views.caches.key, "key_cache");
   views.v_scale = check_read_scale(op, "v_scale", call.v_scale, views.caches.value, "value_cache");
-  refuse_quantised(op, "key_cache", views.caches.key);
   AttentionArgs args = make_args(op, views, call);
   return attend(views, args, with_lse);
 }

@@ -7,12 +7,23 @@
 
 namespace pagedkv {
 
+// Scales of a quantised cache: [N, S, Hkv], or fixed ones with strides of 0. Null: the cache has none.
+struct ScaleView {
+  const float* data = nullptr;
+  int64_t block_stride = 0;
+  int64_t token_stride = 0;
+  int64_t head_stride = 0;
+};
+
 // key_cache or value_cache, logically [N, S, Hkv, D]; strides count elements, the last dimension is contiguous.
 struct CacheView {
   const char* data = nullptr;
   int64_t block_stride = 0;
   int64_t token_stride = 0;
   int64_t head_stride = 0;
+  DType dtype = DType::kFloat32;
+  ScaleView scale = {};
+  PAGEDKV_INLINE int64_t itemsize() const { return element_size(dtype); }
 };
 
 struct AttentionArgs {
@@ -24,7 +35,6 @@ struct AttentionArgs {
   CacheView key;
   CacheView value;
   DType query_dtype = DType::kFloat32;
-  DType cache_dtype = DType::kFloat32;
 
   // Copies that were read once and checked: another thread may write to the tensors meanwhile.
   const int64_t* blocks = nullptr;        // the visible entries of block_table, row after row
@@ -54,12 +64,6 @@ struct AttentionArgs {
   PAGEDKV_INLINE int64_t query_start(int64_t seq) const { return cu_seqlens_q ? cu_seqlens_q[seq] : seq; }
   PAGEDKV_INLINE int64_t query_length(int64_t seq) const {
     return cu_seqlens_q ? cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] : 1;
-  }
-  // Address of a cached row: token `position` of sequence `seq`, KV head 0. position < seq_lens[seq].
-  PAGEDKV_INLINE const char* row(const CacheView& cache, int64_t seq, int64_t position) const {
-    const int64_t offset = position % block_size;
-    return cache.data + element_size(cache_dtype) *
-                            (block_id(seq, position / block_size) * cache.block_stride + offset * cache.token_stride);
   }
 };
 

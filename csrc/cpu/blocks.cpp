@@ -1,4 +1,4 @@
-// copy_blocks, swap_blocks, gather_kv: bytes move, no arithmetic.
+// copy_blocks, swap_blocks, gather_kv: bytes move, without arithmetic but for the scales of what gather_kv reads.
 #include <algorithm>
 #include <cstring>
 
@@ -142,9 +142,8 @@ Tensor gather_kv(const Tensor& cache, const Tensor& block_table, const Tensor& s
   const TableViews table = check_table(op, block_table, seq_lens, "cache");
   PAGEDKV_EXPECT(op, 0 <= max_len && max_len <= kLongestResult, "max_len", "be in 0..281474976710656",
                  std::to_string(max_len));
-  check_read_scale(op, "scale", scale, view, "cache");
+  const MaybeView scales = check_read_scale(op, "scale", scale, view, "cache");
   const int32_t out_dtype = check_gather_dtype(view, dtype);
-  refuse_quantised(op, "cache", view);
   const int64_t block_size = view.size(1), num_seqs = table.seq_lens.size(0);
   int64_t* lengths = call_scratch().lengths.reserve_for<int64_t>(times(2, num_seqs));
   int64_t* row_starts = lengths + num_seqs;
@@ -163,9 +162,13 @@ Tensor gather_kv(const Tensor& cache, const Tensor& block_table, const Tensor& s
   Tensor result = empty_cpu(sizes, 4, out_dtype, " for max_len tokens");
   const TensorView out(result);
   if (out.empty()) return result;
-  const BlockLayout row(view, out, 2);
-  const int64_t itemsize = view.itemsize(), row_bytes = view.size(2) * view.size(3) * itemsize;
+  const int64_t itemsize = view.itemsize(), num_heads = view.size(2), head_size = view.size(3);
+  const int64_t head_bytes = head_size * out.itemsize(), row_bytes = num_heads * head_bytes;
+  std::optional<BlockLayout> row;
+  if (!scales) row.emplace(view, out, 2);
+  const ScaleView scale_of = scale_view(scales);
   const auto copy_run = kernels().copy;
+  const auto dequantise = kernels().dequantise;
   parallel_ranges(num_seqs * max_len, out.bytes(), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t b = i / max_len, position = i % max_len;
@@ -174,9 +177,17 @@ Tensor gather_kv(const Tensor& cache, const Tensor& block_table, const Tensor& s
         std::memset(dst, 0, row_bytes);
         continue;
       }
-      const int64_t id = ids[row_starts[b] + position / block_size];
-      const char* src = view.data + (id * view.stride(0) + position % block_size * view.stride(1)) * itemsize;
-      row.for_each_run(dst, src, [&](char* d, const char* s, int64_t bytes) { copy_run(d, s, bytes, false); });
+      const int64_t id = ids[row_starts[b] + position / block_size], offset = position % block_size;
+      const char* src = view.data + (id * view.stride(0) + offset * view.stride(1)) * itemsize;
+      if (row) {
+        row->for_each_run(dst, src, [&](char* d, const char* s, int64_t bytes) { copy_run(d, s, bytes, false); });
+        continue;
+      }
+      const float* factor = scale_of.data + id * scale_of.block_stride + offset * scale_of.token_stride;
+      for (int64_t head = 0; head < num_heads; ++head) {
+        dequantise(dst + head * head_bytes, out.element_type(), src + head * view.stride(2) * itemsize,
+                   view.element_type(), factor[head * scale_of.head_stride], head_size);
+      }
     }
   });
   return result;

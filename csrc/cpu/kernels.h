@@ -40,8 +40,8 @@ struct WriteSource {
 
 struct WriteArgs {
   WriteSource key, value;
-  CacheView key_cache, value_cache;
-  DType cache_dtype;
+  CacheView key_cache, value_cache;  // their scales are read if they are fixed, otherwise written
+  bool key_scale_is_fixed, value_scale_is_fixed;
   const int64_t* slots;
   int64_t block_size, num_kv_heads;
   bool stream;  // bypass the caches of the processor
@@ -70,6 +70,8 @@ struct Kernels {
   void (*merge_states)(const MergeStatesArgs&, int64_t token_begin, int64_t token_end);
   void (*copy)(char* dst, const char* src, int64_t bytes, bool stream);
   void (*to_float)(float* dst, const char* src, DType dtype, int64_t stride, int64_t n);
+  // n quantised elements times their scale, as dst_dtype
+  void (*dequantise)(char* dst, DType dst_dtype, const char* src, DType src_dtype, float scale, int64_t n);
 };
 
 // The fastest table this processor can run, or the one that PAGEDKV_ISA names (an error if it can not run here).

@@ -39,7 +39,15 @@ void swap_blocks(const Tensor& src, const Tensor& dst, const Tensor& block_mappi
 Tensor gather_kv(const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens, int64_t max_len,
                  const MaybeTensor& scale, std::optional<torch::headeronly::ScalarType> dtype);
 
-inline CacheView cache_view(const TensorView& t) { return {t.data, t.stride(0), t.stride(1), t.stride(2)}; }
+inline ScaleView scale_view(const MaybeView& t) {
+  if (!t) return {};
+  const float* data = reinterpret_cast<const float*>(t->data);
+  if (t->dim == 3) return {data, t->stride(0), t->stride(1), t->stride(2)};
+  return {data, 0, 0, t->size(0) > 1 ? t->stride(0) : 0};
+}
+inline CacheView cache_view(const TensorView& t, const MaybeView& scale) {
+  return {t.data, t.stride(0), t.stride(1), t.stride(2), t.element_type(), scale_view(scale)};
+}
 
 // Schedules and runs the kernels; everything was checked. parallel.h decides about threads.
 void run_attention(const AttentionArgs& args);

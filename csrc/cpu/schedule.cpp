@@ -90,8 +90,8 @@ Plan make_plan(const AttentionArgs& args) {
     s.query_tiles = ceil_div(query_length, s.query_tile);
     total_keys += s.chunk * ceil_div(query_length, kQueryTile);
   }
-  plan.bytes =
-      times(total_keys, args.num_kv_heads * (args.head_size + args.value_head_size) * element_size(args.cache_dtype));
+  const int64_t row_bytes = args.head_size * args.key.itemsize() + args.value_head_size * args.value.itemsize();
+  plan.bytes = times(total_keys, args.num_kv_heads * row_bytes);
   const int64_t threads = plan.bytes < kSerialBytes ? 1 : num_threads();
   const int64_t auto_chunk =
       threads == 1 ? INT64_MAX : max_of(kMinSplitKeys, ceil_div(total_keys, threads * kTasksPerThread));

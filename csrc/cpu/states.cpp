@@ -16,7 +16,7 @@ std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a
   args.lse_a = reinterpret_cast<const float*>(views.lse_a.data);
   args.lse_b = reinterpret_cast<const float*>(views.lse_b.data);
   args.lse = reinterpret_cast<float*>(data_of(lse));
-  args.dtype = a.float_type();
+  args.dtype = a.element_type();
   args.a_token_stride = a.stride(0);
   args.a_head_stride = a.stride(1);
   args.b_token_stride = views.out_b.stride(0);

@@ -10,7 +10,7 @@
 
 namespace pagedkv {
 
-enum class DType : int8_t { kFloat32, kFloat16, kBFloat16 };
+enum class DType : int8_t { kFloat32, kFloat16, kBFloat16, kInt8, kFloat8E4M3, kFloat8E5M2 };
 
 struct Half {
   uint16_t bits;
@@ -18,6 +18,24 @@ struct Half {
 
 struct BFloat16 {
   uint16_t bits;
+};
+
+// Quantised: what is stored times a scale. kMost is the largest number that is written.
+struct Int8 {
+  int8_t bits;
+  static constexpr float kMost = 127.0f;
+};
+
+struct Float8E4M3 {  // has no infinity
+  uint8_t bits;
+  static constexpr float kMost = 448.0f;
+  static constexpr int kMantissa = 3, kBias = 7;
+};
+
+struct Float8E5M2 {
+  uint8_t bits;
+  static constexpr float kMost = 57344.0f;
+  static constexpr int kMantissa = 2, kBias = 15;
 };
 
 template <typename T>
@@ -35,7 +53,21 @@ struct DTypeOf<BFloat16> {
   static constexpr DType value = DType::kBFloat16;
 };
 
-PAGEDKV_INLINE int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+template <>
+struct DTypeOf<Int8> {
+  static constexpr DType value = DType::kInt8;
+};
+template <>
+struct DTypeOf<Float8E4M3> {
+  static constexpr DType value = DType::kFloat8E4M3;
+};
+template <>
+struct DTypeOf<Float8E5M2> {
+  static constexpr DType value = DType::kFloat8E5M2;
+};
+
+constexpr PAGEDKV_INLINE bool is_quantised(DType dtype) { return dtype >= DType::kInt8; }
+PAGEDKV_INLINE int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : is_quantised(dtype) ? 1 : 2; }
 
 // Too little memory; the op's name is added where it is known (library.cpp).
 struct OutOfMemory {
@@ -43,7 +75,7 @@ struct OutOfMemory {
   const char* purpose = "";  // " for ..."
 };
 
-// Calls f.template operator()<T>() with the element type of dtype.
+// Calls f.template operator()<T>() with the element type of dtype, which is not quantised.
 template <typename F>
 PAGEDKV_INLINE void with_dtype(DType dtype, const F& f) {
   switch (dtype) {
@@ -51,9 +83,28 @@ PAGEDKV_INLINE void with_dtype(DType dtype, const F& f) {
       return f.template operator()<float>();
     case DType::kFloat16:
       return f.template operator()<Half>();
-    case DType::kBFloat16:
+    default:
       return f.template operator()<BFloat16>();
   }
+}
+
+template <typename F>
+PAGEDKV_INLINE void with_quantised_dtype(DType dtype, const F& f) {
+  switch (dtype) {
+    case DType::kInt8:
+      return f.template operator()<Int8>();
+    case DType::kFloat8E4M3:
+      return f.template operator()<Float8E4M3>();
+    default:
+      return f.template operator()<Float8E5M2>();
+  }
+}
+
+// The same with any type that a cache can have.
+template <typename F>
+PAGEDKV_INLINE void with_cache_dtype(DType dtype, const F& f) {
+  if (is_quantised(dtype)) return with_quantised_dtype(dtype, f);
+  with_dtype(dtype, f);
 }
 
 template <typename T>

@@ -10,7 +10,7 @@ namespace {
 // before it overwrites it.
 constexpr int64_t kStreamBytes = 128 * 1024;
 
-WriteSource source_of(const TensorView& t) { return {t.data, t.float_type(), t.stride(0), t.stride(1), t.size(2)}; }
+WriteSource source_of(const TensorView& t) { return {t.data, t.element_type(), t.stride(0), t.stride(1), t.size(2)}; }
 
 }  // namespace
 
@@ -31,7 +31,6 @@ const int64_t* checked_slots(const char* op, const NewTokens& tokens, const Cach
   check_fixed_scale(op, "v_scale", scales.value.fixed);
   check_numbers(op, "key", tokens.key, slots, num_slots, caches.key);
   check_numbers(op, "value", tokens.value, slots, num_slots, caches.value);
-  refuse_quantised(op, "key_cache", caches.key);
   return slots;
 }
 
@@ -48,15 +47,17 @@ void write_checked(NewTokens tokens, const int64_t* slots, const CacheViews& cac
   WriteArgs args;
   args.key = source_of(tokens.key);
   args.value = source_of(tokens.value);
-  args.key_cache = cache_view(caches.key);
-  args.value_cache = cache_view(caches.value);
-  args.cache_dtype = caches.key.float_type();
+  args.key_cache = cache_view(caches.key, scales.key.cache ? scales.key.cache : scales.key.fixed);
+  args.value_cache = cache_view(caches.value, scales.value.cache ? scales.value.cache : scales.value.fixed);
+  args.key_scale_is_fixed = scales.key.fixed.has_value();
+  args.value_scale_is_fixed = scales.value.fixed.has_value();
   args.slots = slots;
   args.block_size = caches.key.size(1);
   args.num_kv_heads = caches.key.size(2);
   const int64_t num_slots = tokens.slot_mapping.size(0);
-  const int64_t bytes =
-      num_slots * args.num_kv_heads * (args.key.head_size + args.value.head_size) * element_size(args.cache_dtype);
+  const int64_t row_bytes =
+      args.key.head_size * args.key_cache.itemsize() + args.value.head_size * args.value_cache.itemsize();
+  const int64_t bytes = num_slots * args.num_kv_heads * row_bytes;
   args.stream = bytes >= kStreamBytes;
   const auto write = kernels().write_tokens;
   parallel_ranges(num_slots, bytes, [&](int64_t begin, int64_t end) { write(args, begin, end); });

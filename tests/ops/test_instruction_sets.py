@@ -13,9 +13,12 @@ import pytest
 import pagedkv_ops
 
 HERE = Path(__file__).parent
-FILES = ("test_attention.py", "test_append.py", "test_writing.py", "test_states.py")
+FILES = ("test_attention.py", "test_append.py", "test_quantised.py", "test_writing.py", "test_states.py")
 # a sixth of the grids; the reference is the same with each
-PICK = "not reference and (grid and interleaved and int64 or any_shape or special_values or merge_equals)"
+PICK = (
+    "not reference and (grid and (interleaved or hnd and not cache_dtype) and int64 or any_shape or any_row "
+    "or every_stored or special_values or merge_equals)"
+)
 
 pytestmark = pytest.mark.skipif(
     pagedkv_ops.backends()["cpu"] == "reference", reason="the reference has no instruction sets"

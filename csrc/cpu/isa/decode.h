@@ -13,7 +13,7 @@ namespace pagedkv::PAGEDKV_ISA {
 PAGEDKV_INLINE int rows_per_pack(int64_t group_size) { return group_size >= 3 ? 4 : static_cast<int>(group_size); }
 
 // State of one task in the thread's scratch.
-template <typename T, bool kDot>
+template <bool kDot>
 struct DecodeState {
   const AttentionArgs& args;
   const DecodeTask& task;
@@ -32,10 +32,10 @@ struct DecodeState {
     first.query_stride = round_up(args.head_size, 2 * kLanes);
     first.acc_stride = round_up(args.value_head_size, 2 * kLanes);
     const int64_t query_bytes =
-        round_up(num_packs * rows * first.query_stride * static_cast<int64_t>(sizeof(QueryElement<T, kDot>)), 64);
+        round_up(num_packs * rows * first.query_stride * static_cast<int64_t>(sizeof(QueryElement<kDot>)), 64);
     const int64_t slopes = args.alibi_slopes ? num_packs * kLanes : 0;
-    key_bytes = round_up(args.head_size, 2 * kLanes) * static_cast<int64_t>(sizeof(T));
-    value_bytes = round_up(args.value_head_size, 2 * kLanes) * static_cast<int64_t>(sizeof(T));
+    key_bytes = round_up(args.head_size, 2 * kLanes) * args.key.itemsize();
+    value_bytes = round_up(args.value_head_size, 2 * kLanes) * args.value.itemsize();
     const int64_t num_lines = kFetchInOrder ? kTile * (ceil_div(key_bytes, kLine) + ceil_div(value_bytes, kLine)) : 0;
     const int64_t line_bytes = 2 * num_lines * static_cast<int64_t>(sizeof(const char*));
     const int64_t floats = num_packs * (2 * kLanes + rows * first.acc_stride) + slopes + first.acc_stride;
@@ -58,7 +58,7 @@ struct DecodeState {
     p.maximum += i * kLanes;
     p.sum += i * kLanes;
     p.acc += i * rows * p.acc_stride;
-    p.query += i * rows * p.query_stride * sizeof(QueryElement<T, kDot>);
+    p.query += i * rows * p.query_stride * sizeof(QueryElement<kDot>);
     if (p.slopes) p.slopes += i * kLanes;
     return p;
   }
@@ -69,7 +69,7 @@ struct DecodeState {
 };
 
 // One query row into the layout of a pack.
-template <typename T, bool kDot>
+template <bool kDot>
 PAGEDKV_INLINE void pack_query_row(const AttentionArgs& args, int64_t token, int64_t head, char* dst, int64_t padded) {
   const int64_t offset = token * args.query_token_stride + head * args.query_head_stride;
   if constexpr (kDot) {
@@ -86,14 +86,16 @@ PAGEDKV_INLINE void pack_query_row(const AttentionArgs& args, int64_t token, int
         store(natural, load_first(query + d, min_of<int64_t>(n, kLanes)));
         store(natural + kLanes,
               n > kLanes ? load_first(query + d + kLanes, min_of<int64_t>(n - kLanes, kLanes)) : zero());
-        for (int i = 0; i < 2 * kLanes; ++i) row[d + i] = natural[pair_index<T>(i)];
+        with_cache_dtype(args.key.dtype, [&]<typename T>() PAGEDKV_LAMBDA {
+          for (int i = 0; i < 2 * kLanes; ++i) row[d + i] = natural[pair_index<T>(i)];
+        });
       }
     });
   }
 }
 
-template <typename T, bool kDot>
-PAGEDKV_INLINE void init_state(const DecodeState<T, kDot>& state) {
+template <bool kDot>
+PAGEDKV_INLINE void init_state(const DecodeState<kDot>& state) {
   const AttentionArgs& args = state.args;
   const int64_t group = args.group_size();
   const int64_t query_start = args.query_start(state.task.seq);
@@ -104,12 +106,12 @@ PAGEDKV_INLINE void init_state(const DecodeState<T, kDot>& state) {
         store(p.maximum, broadcast(kNoMaximum));
         store(p.sum, zero());
         __builtin_memset(p.acc, 0, state.rows * p.acc_stride * sizeof(float));
-        const int64_t row_bytes = p.query_stride * static_cast<int64_t>(sizeof(QueryElement<T, kDot>));
+        const int64_t row_bytes = p.query_stride * static_cast<int64_t>(sizeof(QueryElement<kDot>));
         for (int r = 0; r < state.rows; ++r) {
           const int64_t in_group = g * state.rows + r;
           char* dst = const_cast<char*>(p.query) + r * row_bytes;
           if (in_group < group) {
-            pack_query_row<T, kDot>(args, query_start + token, head * group + in_group, dst, p.query_stride);
+            pack_query_row<kDot>(args, query_start + token, head * group + in_group, dst, p.query_stride);
           } else {
             __builtin_memset(dst, 0, row_bytes);  // a row that fills up the pack
           }
@@ -128,35 +130,42 @@ PAGEDKV_INLINE void init_state(const DecodeState<T, kDot>& state) {
 // lies; elsewhere tokens outside [begin, end) repeat a row inside it.
 PAGEDKV_INLINE void find_rows(const AttentionArgs& args, int64_t seq, int64_t position, KeyRange range,
                               TileRows& rows) {
-  const int64_t size = element_size(args.cache_dtype);
-  const int64_t key_step = size * args.key.token_stride, value_step = size * args.value.token_stride;
-  const auto base = [&](const CacheView& cache, int64_t block)
-                        PAGEDKV_LAMBDA { return cache.data + size * args.block_id(seq, block) * cache.block_stride; };
-  int64_t block = position / args.block_size;
-  int64_t offset = position - block * args.block_size;
-  const char* key = nullptr;
-  const char* value = nullptr;
-  if (offset + kTile <= args.block_size && position < range.end && position + kTile > range.begin) {
-    key = base(args.key, block) + offset * key_step;
-    value = base(args.value, block) + offset * value_step;
-    for (int t = 0; t < kTile; ++t) {
-      rows.key[t] = key + t * key_step;
-      rows.value[t] = value + t * value_step;
+  struct Place {  // of a token, and its distance from the next one
+    const char* row;
+    const float* scale;
+    int64_t step, scale_step;
+  };
+  const auto place = [&](const CacheView& cache, int64_t block, int64_t offset) PAGEDKV_LAMBDA {
+    const int64_t id = args.block_id(seq, block), size = cache.itemsize(), step = size * cache.token_stride;
+    return Place{cache.data + size * id * cache.block_stride + offset * step,
+                 cache.scale.data + id * cache.scale.block_stride + offset * cache.scale.token_stride, step,
+                 cache.scale.token_stride};
+  };
+  const auto put = [&](int first, int count, const Place& key, const Place& value) PAGEDKV_LAMBDA {
+    for (int t = 0; t < count; ++t) {
+      rows.key[first + t] = key.row + t * key.step;
+      rows.value[first + t] = value.row + t * value.step;
     }
-    return;
+    if (!args.key.scale.data) return;
+    for (int t = 0; t < count; ++t) {
+      rows.key_scale[first + t] = key.scale + t * key.scale_step;
+      rows.value_scale[first + t] = value.scale + t * value.scale_step;
+    }
+  };
+  const int64_t block = position / args.block_size, offset = position - block * args.block_size;
+  if (offset + kTile <= args.block_size && position < range.end && position + kTile > range.begin) {
+    return put(0, kTile, place(args.key, block, offset), place(args.value, block, offset));
   }
-  block = -1;
   for (int t = 0; t < kTile; ++t) {
     const int64_t p = min_of(max_of(position + t, range.begin), range.end - 1);
-    if (p / args.block_size != block) {
-      block = p / args.block_size;
-      key = base(args.key, block);
-      value = base(args.value, block);
-    }
-    offset = p - block * args.block_size;
-    rows.key[t] = key + offset * key_step;
-    rows.value[t] = value + offset * value_step;
+    const int64_t b = p / args.block_size, o = p - b * args.block_size;
+    put(t, 1, place(args.key, b, o), place(args.value, b, o));
   }
+}
+
+// The scales of a tile's tokens for one KV head; hidden ones are read from where they lie, and used for nothing.
+PAGEDKV_INLINE void load_scales(const float* const* row, int64_t head_offset, float* scales) {
+  for (int t = 0; t < kTile; ++t) scales[t] = row[t][head_offset];
 }
 
 // Addresses of the lines of the tile's rows, in rising order.
@@ -170,8 +179,15 @@ PAGEDKV_INLINE void find_lines(const TileRows& rows, int64_t key_bytes, int64_t 
   list(rows.value, value_bytes, lines.value);
 }
 
-template <typename T, int kRows, bool kDot>
-PAGEDKV_INLINE void walk_keys(const DecodeState<T, kDot>& state) {
+// What to do with a tile: weigh its keys, which depends on their type, and add its values, likewise.
+template <bool kDot>
+struct TileSteps {
+  void (*weigh)(const TileContext&, const Pack&, QueryElement<kDot>*);
+  void (*add)(const TileContext&, const Pack&, const QueryElement<kDot>*);
+};
+
+template <int kRows, bool kDot>
+PAGEDKV_INLINE void walk_keys(const DecodeState<kDot>& state, const TileSteps<kDot>& steps) {
   const AttentionArgs& args = state.args;
   const DecodeTask& task = state.task;
   const int64_t seq_len = args.seq_lens[task.seq];
@@ -186,9 +202,14 @@ PAGEDKV_INLINE void walk_keys(const DecodeState<T, kDot>& state) {
   const int64_t heads = task.head_end - task.head_begin;
   // In a larger block each head's rows run on into the next tile: read as one stream, a whole tile ahead.
   const int64_t distance = kFetchInOrder || args.block_size <= kTile ? kHeadsAhead : heads;
-  const int64_t key_step = args.key.head_stride * static_cast<int64_t>(sizeof(T));
-  const int64_t value_step = args.value.head_stride * static_cast<int64_t>(sizeof(T));
+  const int64_t key_step = args.key.head_stride * args.key.itemsize();
+  const int64_t value_step = args.value.head_stride * args.value.itemsize();
+  const bool has_scales = args.key.scale.data != nullptr;
+  alignas(64) float key_scales[kTile], value_scales[kTile];
+  alignas(64) QueryElement<kDot> weights[kTile * kRows];
   TileContext c;
+  c.key_scales = has_scales ? key_scales : nullptr;
+  c.value_scales = has_scales ? value_scales : nullptr;
   c.head_size = args.head_size;
   c.value_head_size = args.value_head_size;
   c.scale = args.scale;
@@ -214,6 +235,12 @@ PAGEDKV_INLINE void walk_keys(const DecodeState<T, kDot>& state) {
       c.ahead_lines = &state.lines[in_tile ? i : next];
       c.ahead_key_offset = key_step * ahead;
       c.ahead_value_offset = value_step * ahead;
+      if (has_scales) {
+        load_scales(c.rows->key_scale, head * args.key.scale.head_stride, key_scales);
+        load_scales(c.rows->value_scale, head * args.value.scale.head_stride, value_scales);
+        prefetch(c.ahead->key_scale[0] + ahead * args.key.scale.head_stride);
+        prefetch(c.ahead->value_scale[0] + ahead * args.value.scale.head_stride);
+      }
       for (int64_t token = task.query_begin; token < task.query_end; ++token) {
         const KeyRange visible = visible_keys(args, seq_len, query_length, token);
         c.first = static_cast<int>(max_of<int64_t>(max_of(visible.begin, keys.begin) - position, 0));
@@ -221,15 +248,17 @@ PAGEDKV_INLINE void walk_keys(const DecodeState<T, kDot>& state) {
         if (c.first >= c.last) continue;
         c.distance = static_cast<float>(position - (seq_len - query_length + token));
         for (int64_t g = 0; g < state.packs; ++g) {
-          attend_tile<T, kRows, kDot>(c, state.pack(state.index(token - task.query_begin, head - task.head_begin, g)));
+          const Pack pack = state.pack(state.index(token - task.query_begin, head - task.head_begin, g));
+          steps.weigh(c, pack, weights);
+          steps.add(c, pack, weights);
         }
       }
     }
   }
 }
 
-template <typename T, bool kDot>
-PAGEDKV_INLINE void finish_rows(const DecodeState<T, kDot>& state) {
+template <bool kDot>
+PAGEDKV_INLINE void finish_rows(const DecodeState<kDot>& state) {
   const AttentionArgs& args = state.args;
   const DecodeTask& task = state.task;
   const int64_t group = args.group_size();
@@ -248,7 +277,9 @@ PAGEDKV_INLINE void finish_rows(const DecodeState<T, kDot>& state) {
       if constexpr (kDot) {
         store_zipped(state.output_row + d, load(acc + d), load(acc + d + kLanes));
       } else {
-        store_pair<T>(state.output_row + d, load(acc + d), load(acc + d + kLanes));
+        with_cache_dtype(args.value.dtype, [&]<typename T>() PAGEDKV_LAMBDA {
+          store_pair<T>(state.output_row + d, load(acc + d), load(acc + d + kLanes));
+        });
       }
     }
     const float maximum = p.maximum[r * tokens_per_vector];
@@ -264,30 +295,43 @@ PAGEDKV_INLINE void finish_rows(const DecodeState<T, kDot>& state) {
   }
 }
 
-template <typename T, bool kDot>
-PAGEDKV_INLINE void decode_typed(const AttentionArgs& args, const DecodeTask& task) {
-  const DecodeState<T, kDot> state(args, task);
+template <int kRows, bool kDot>
+PAGEDKV_INLINE void walk_typed_keys(const DecodeState<kDot>& state) {
+  TileSteps<kDot> steps;
+  if constexpr (kDot) {
+    steps = {weigh_tile<BFloat16, kRows, true>, add_tile<BFloat16, kRows, true>};
+  } else {
+    with_cache_dtype(state.args.key.dtype,
+                     [&]<typename T>() PAGEDKV_LAMBDA { steps.weigh = weigh_tile<T, kRows, false>; });
+    with_cache_dtype(state.args.value.dtype,
+                     [&]<typename T>() PAGEDKV_LAMBDA { steps.add = add_tile<T, kRows, false>; });
+  }
+  walk_keys<kRows, kDot>(state, steps);
+}
+
+template <bool kDot>
+PAGEDKV_INLINE void decode_task(const AttentionArgs& args, const DecodeTask& task) {
+  const DecodeState<kDot> state(args, task);
   init_state(state);
   switch (state.rows) {
     case 1:
-      walk_keys<T, 1, kDot>(state);
+      walk_typed_keys<1, kDot>(state);
       break;
     case 2:
-      walk_keys<T, 2, kDot>(state);
+      walk_typed_keys<2, kDot>(state);
       break;
     default:
-      walk_keys<T, 4, kDot>(state);
+      walk_typed_keys<4, kDot>(state);
   }
   finish_rows(state);
 }
 
 void decode(const AttentionArgs& args, const DecodeTask& task) {
-  with_dtype(args.cache_dtype, [&]<typename T>() PAGEDKV_LAMBDA {
-    if constexpr (kHasDotBF16 && kDotPays && DTypeOf<T>::value == DType::kBFloat16) {
-      if (args.query_dtype == DType::kBFloat16) return decode_typed<T, true>(args, task);
-    }
-    decode_typed<T, false>(args, task);
-  });
+  if constexpr (kHasDotBF16 && kDotPays) {
+    if (args.query_dtype == DType::kBFloat16 && args.key.dtype == DType::kBFloat16)
+      return decode_task<true>(args, task);
+  }
+  decode_task<false>(args, task);
 }
 
 void merge_partials(const AttentionArgs& args, const MergeTask& task) {

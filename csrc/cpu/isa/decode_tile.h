@@ -26,10 +26,12 @@ constexpr bool kFetchInOrder = false, kDotPays = true;
 #endif
 constexpr int64_t kHeadsAhead = 2;  // of the head that is computed, unless blocks are larger than a tile
 
-// Cached rows of the 16 tokens of a tile, head 0, as byte addresses.
+// Cached rows of the 16 tokens of a tile, head 0, as byte addresses, and their scales.
 struct TileRows {
   const char* key[kTile];
   const char* value[kTile];
+  const float* key_scale[kTile];
+  const float* value_scale[kTile];
 };
 
 // Addresses of the lines of those rows in rising order, head 0.
@@ -49,6 +51,8 @@ struct TileContext {
   int first, last;  // visible tokens of this tile: [first, last)
   float distance;   // key position of token 0 minus query position, for ALiBi
   float scale, softcap, softcap_inverse;
+  const float* key_scales;  // [kTile] of the KV head, or null
+  const float* value_scales;
 };
 
 // Running softmax of a pack of rows. `query` is padded with zeros to a multiple of 2 * kLanes columns and, unless it is
@@ -63,12 +67,14 @@ struct Pack {
   int64_t query_stride, acc_stride;
 };
 
-template <typename T, bool kDot>
+template <bool kDot>
 using QueryElement = std::conditional_t<kDot, BFloat16, float>;
 
-// kStep elements of the row at `place`, or as many of the lines ahead.
+// kBytes of the row at `place`, or as many of the lines ahead; `at`: bytes of the row before them, as several steps may
+// share a line.
 template <int64_t kBytes>
-PAGEDKV_INLINE void fetch(const char* place, const char* const*& line, int64_t line_offset) {
+PAGEDKV_INLINE void fetch(const char* place, const char* const*& line, int64_t line_offset, int64_t at) {
+  if (kBytes < kLine && kFetchInOrder && at % kLine != 0) return;
 #pragma GCC unroll 2
   for (int64_t i = 0; i < kBytes; i += kLine) prefetch(kFetchInOrder ? *line++ + line_offset : place + i);
 }
@@ -79,7 +85,7 @@ PAGEDKV_INLINE void tile_scores(const TileContext& c, const Pack& pack, Vec* sco
   constexpr int kTokens = kLanes / kRows;
   constexpr int kVectors = kTile / kTokens;
   constexpr int kStep = 2 * kLanes;
-  const auto* query = reinterpret_cast<const QueryElement<T, kDot>*>(pack.query);
+  const auto* query = reinterpret_cast<const QueryElement<kDot>*>(pack.query);
   // The prefetchers like whole rows, two-byte elements for 4 query rows like queries that stay in registers.
   constexpr bool kRowByRow = !kFetchInOrder && (kRows < 4 || sizeof(T) == sizeof(float));
   const int64_t whole = c.head_size / kStep * kStep;
@@ -94,7 +100,7 @@ PAGEDKV_INLINE void tile_scores(const TileContext& c, const Pack& pack, Vec* sco
       for (int t = first; t < last; ++t) {
         const T* key = reinterpret_cast<const T*>(c.rows->key[v * kTokens + t] + c.key_offset) + d;
         fetch<kStep * sizeof(T)>(c.ahead->key[v * kTokens + t] + c.ahead_key_offset + d * sizeof(T), line,
-                                 c.ahead_key_offset);
+                                 c.ahead_key_offset, d * sizeof(T));
         if constexpr (kDot) {
           const PairBits k = n == kStep ? load_bits(key) : load_bits_first(key, n);
 #pragma GCC unroll 4
@@ -144,6 +150,7 @@ PAGEDKV_INLINE void tile_logits(const TileContext& c, const Pack& pack, Vec* sco
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
     Vec x = scores[v];
+    if (c.key_scales) x = x * repeat<kTokens>(c.key_scales + v * kTokens);
     if (c.softcap > 0.0f) {
       x = soft_capped(x * broadcast(c.scale), c.softcap, c.softcap_inverse) * broadcast(kLog2E);
     } else {
@@ -220,7 +227,8 @@ PAGEDKV_INLINE void accumulate_columns(const TileContext& c, const Pack& pack, c
     const char* ahead = c.ahead->value[t] + c.ahead_value_offset + column * sizeof(T);
 #pragma GCC unroll 4
     for (int i = 0; i < kPairs; ++i) {
-      fetch<kStep * sizeof(T)>(ahead + i * kStep * sizeof(T), line, c.ahead_value_offset);
+      fetch<kStep * sizeof(T)>(ahead + i * kStep * sizeof(T), line, c.ahead_value_offset,
+                               (column + i * kStep) * sizeof(T));
       Vec a, b;
       if (columns == kPairs * kStep) {
         load_pair(value + i * kStep, a, b);
@@ -305,25 +313,29 @@ PAGEDKV_INLINE void accumulate(const TileContext& c, const Pack& pack, const Wei
   if (column < c.value_head_size) columns.template operator()<1, false>(column, c.value_head_size - column);
 }
 
+// Weights of a tile's tokens, [kTile * kRows] like scores, already times the scales of their values. They are read as
+// broadcasts from memory, which the load ports do; kept in registers they would be shuffled there.
 template <typename T, int kRows, bool kDot>
-__attribute__((noinline)) void attend_tile(const TileContext& c, const Pack& pack) {
-  constexpr int kVectors = kTile * kRows / kLanes;
+__attribute__((noinline)) void weigh_tile(const TileContext& c, const Pack& pack, QueryElement<kDot>* weights) {
+  constexpr int kTokens = kLanes / kRows;
+  constexpr int kVectors = kTile / kTokens;
   Vec scores[kVectors];
   tile_scores<T, kRows, kDot>(c, pack, scores);
   tile_logits<kRows>(c, pack, scores);
   tile_softmax<kRows>(pack, scores);
-  using Weight = std::conditional_t<kDot, BFloat16, float>;
-  alignas(64) Weight weights[kTile * kRows];
 #pragma GCC unroll 16
   for (int v = 0; v < kVectors; ++v) {
     if constexpr (kDot) {
       store_rounded(weights + v * kLanes, scores[v]);
     } else {
+      if (c.value_scales) scores[v] = scores[v] * repeat<kTokens>(c.value_scales + v * kTokens);
       store(weights + v * kLanes, scores[v]);
     }
   }
-  // Read again as broadcasts from memory, which the load ports do; kept in registers they would be shuffled there.
-  if constexpr (kFetchInOrder) __asm__ volatile("" ::"r"(weights) : "memory");
+}
+
+template <typename T, int kRows, bool kDot>
+__attribute__((noinline)) void add_tile(const TileContext& c, const Pack& pack, const QueryElement<kDot>* weights) {
   if (c.first == 0 && c.last == kTile) {
     accumulate<T, kRows, kDot, true>(c, pack, weights);
   } else {

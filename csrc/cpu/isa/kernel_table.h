@@ -15,4 +15,5 @@
    pagedkv::isa::write_tokens,            \
    pagedkv::isa::merge_states,            \
    pagedkv::isa::copy,                    \
-   pagedkv::isa::to_float}
+   pagedkv::isa::to_float,                \
+   pagedkv::isa::dequantise}

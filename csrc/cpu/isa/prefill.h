@@ -34,6 +34,7 @@ class Prefill {
     find_rows(first_tile);
     for (int64_t tile = first_tile; tile < seen_by_task_.end; tile += kKeyTile) {
       pack_rows(tile);
+      load_scales(tile);
       find_rows(tile + kKeyTile);
       for (int64_t row = 0; row < padded_rows_; row += kStripRows) {
         attend(tile, row, min_of(row + kStripRows, padded_rows_));
@@ -67,6 +68,8 @@ class Prefill {
   KeyRange* seen_by_group_;  // [padded_rows / kTileRows]
   const char** key_rows_;    // [kKeyTile], of the tile to be packed next
   const char** value_rows_;
+  float* key_scales_ = nullptr;  // [kKeyTile] of a quantised cache, 0 for keys that the task does not see
+  float* value_scales_ = nullptr;
   char* zeros_;  // stands for rows that must not be read
 
   static constexpr int64_t kTileUnits = kKeyTile / Units::kElements;
@@ -81,12 +84,25 @@ class Prefill {
   KeyRange in_tile(KeyRange keys, int64_t tile) const {
     return {max_of<int64_t>(keys.begin - tile, 0), min_of(keys.end - tile, kKeyTile)};
   }
+  // f(first key, last key, block, offset of the first key in it) for each block of which the task sees keys of the
+  // tile.
+  template <class F>
+  PAGEDKV_INLINE void for_blocks(int64_t tile, const F& f) const {
+    const KeyRange seen = in_tile(seen_by_task_, tile);
+    for (int64_t key = seen.begin; key < seen.end;) {
+      const int64_t column = (tile + key) / args_.block_size, offset = (tile + key) % args_.block_size;
+      const int64_t end = min_of(seen.end, key + args_.block_size - offset);
+      f(key, end, args_.block_id(task_.seq, column), offset);
+      key = end;
+    }
+  }
 
   size_t carve_scratch(char* base);
   void find_seen_keys();
   void load_queries();
   void find_rows(int64_t tile);
   void pack_rows(int64_t tile);
+  void load_scales(int64_t tile);
   PAGEDKV_INLINE void prefetch_rows(int64_t tile, int64_t share, int64_t num_shares) const;
   void multiply_keys(int64_t row, int64_t column, int64_t num_vecs, float* scores) const;
   void attend(int64_t tile, int64_t first_row, int64_t last_row);
@@ -113,6 +129,10 @@ size_t Prefill<Units>::carve_scratch(char* base) {
   take(seen_by_group_, num_groups());
   take(key_rows_, kKeyTile);
   take(value_rows_, kKeyTile);
+  if (args_.key.scale.data) {
+    take(key_scales_, kKeyTile);
+    take(value_scales_, kKeyTile);
+  }
   take(zeros_, zeros_size());
   return used;
 }
@@ -162,33 +182,42 @@ void Prefill<Units>::load_queries() {
 // Addresses of the tile's rows; a row that nothing in the task sees is not looked up.
 template <class Units>
 void Prefill<Units>::find_rows(int64_t tile) {
-  const KeyRange seen = in_tile(seen_by_task_, tile);
-  const int64_t bytes = element_size(args_.cache_dtype);
   for (int64_t key = 0; key < kKeyTile; ++key) key_rows_[key] = value_rows_[key] = zeros_;
-  for (int64_t key = seen.begin; key < seen.end;) {
-    const int64_t column = (tile + key) / args_.block_size, offset = (tile + key) % args_.block_size;
-    const int64_t block = args_.block_id(task_.seq, column);
-    const int64_t end = min_of(seen.end, key + args_.block_size - offset);
-    const auto address = [&](const CacheView& cache) PAGEDKV_LAMBDA {
-      return cache.data +
-             bytes * (block * cache.block_stride + offset * cache.token_stride + task_.kv_head * cache.head_stride);
+  for_blocks(tile, [&](int64_t first, int64_t last, int64_t block, int64_t offset) PAGEDKV_LAMBDA {
+    const auto list = [&](const CacheView& cache, const char** rows) PAGEDKV_LAMBDA {
+      const int64_t step = cache.itemsize() * cache.token_stride;
+      const char* row = cache.data + offset * step +
+                        cache.itemsize() * (block * cache.block_stride + task_.kv_head * cache.head_stride);
+      for (int64_t key = first; key < last; ++key, row += step) rows[key] = row;
     };
-    const char *key_row = address(args_.key), *value_row = address(args_.value);
-    for (; key < end; ++key) {
-      key_rows_[key] = key_row;
-      value_rows_[key] = value_row;
-      key_row += bytes * args_.key.token_stride;
-      value_row += bytes * args_.value.token_stride;
-    }
-  }
+    list(args_.key, key_rows_);
+    list(args_.value, value_rows_);
+  });
+}
+
+template <class Units>
+void Prefill<Units>::load_scales(int64_t tile) {
+  if (!key_scales_) return;
+  for (int64_t key = 0; key < kKeyTile; ++key) key_scales_[key] = value_scales_[key] = 0.0f;
+  for_blocks(tile, [&](int64_t first, int64_t last, int64_t block, int64_t offset) PAGEDKV_LAMBDA {
+    const auto list = [&](const ScaleView& scale, float* scales) PAGEDKV_LAMBDA {
+      const float* p =
+          scale.data + block * scale.block_stride + offset * scale.token_stride + task_.kv_head * scale.head_stride;
+      for (int64_t key = first; key < last; ++key, p += scale.token_stride) scales[key] = *p;
+    };
+    list(args_.key.scale, key_scales_);
+    list(args_.value.scale, value_scales_);
+  });
 }
 
 template <class Units>
 void Prefill<Units>::pack_rows(int64_t tile) {
   const KeyRange seen = in_tile(seen_by_task_, tile);
   const int64_t first = seen.begin / (2 * kLanes) * (2 * kLanes), last = round_up(seen.end, 2 * kLanes);
-  Units::with_source(args_.cache_dtype, [&]<class T>() PAGEDKV_LAMBDA {
+  Units::with_source(args_.key.dtype, [&]<class T>() PAGEDKV_LAMBDA {
     pack_keys<Units, T>(key_rows_, first, last, args_.head_size, depth_, keys_);
+  });
+  Units::with_source(args_.value.dtype, [&]<class T>() PAGEDKV_LAMBDA {
     pack_values<Units, T>(value_rows_, first, last, args_.value_head_size, kTileUnits, values_);
   });
 }
@@ -198,11 +227,13 @@ void Prefill<Units>::pack_rows(int64_t tile) {
 template <class Units>
 void Prefill<Units>::prefetch_rows(int64_t tile, int64_t share, int64_t num_shares) const {
   const KeyRange seen = in_tile(seen_by_task_, tile);
-  const int64_t count = max_of<int64_t>(seen.end - seen.begin, 0), bytes = element_size(args_.cache_dtype);
+  const int64_t count = max_of<int64_t>(seen.end - seen.begin, 0);
+  const int64_t key_bytes = args_.key.itemsize() * args_.head_size;
+  const int64_t value_bytes = args_.value.itemsize() * args_.value_head_size;
   const int64_t last = seen.begin + count * (share + 1) / num_shares;
   for (int64_t key = seen.begin + count * share / num_shares; key < last; ++key) {
-    for (int64_t i = 0; i < bytes * args_.head_size; i += 64) prefetch(key_rows_[key] + i);
-    for (int64_t i = 0; i < bytes * args_.value_head_size; i += 64) prefetch(value_rows_[key] + i);
+    for (int64_t i = 0; i < key_bytes; i += 64) prefetch(key_rows_[key] + i);
+    for (int64_t i = 0; i < value_bytes; i += 64) prefetch(value_rows_[key] + i);
   }
 }
 
@@ -273,9 +304,10 @@ void Prefill<Units>::softmax(int64_t tile, int64_t first_row, float* scores) {
     rows[i].first = columns.begin / (2 * kLanes) * (2 * kLanes);
     rows[i].last = round_up(columns.end, 2 * kLanes);
     rows[i].seen = {seen_[row].begin - tile, seen_[row].end - tile};
-    if (!scale_is_all(args_)) transform_scores(rows[i], args_, head_of(row), tile - first_position - token_of(row));
+    if (scale_is_all(args_)) continue;
+    transform_scores(rows[i], args_, head_of(row), tile - first_position - token_of(row), key_scales_);
   }
-  softmax_step<Units>(rows, softmax_factor(args_), softmax_, first_row);
+  softmax_step<Units>(rows, softmax_factor(args_), softmax_, first_row, value_scales_);
 }
 
 // Query tokens of the largest task that pays: half of it costs 2%, because each task packs the keys it sees.
@@ -286,7 +318,7 @@ inline int64_t prefill_tokens_per_task(const AttentionArgs& args) {
 
 inline void prefill_task(const AttentionArgs& args, const PrefillTask& task) {
   if constexpr (kHasDotBF16) {
-    if (args.query_dtype == DType::kBFloat16 && args.cache_dtype == DType::kBFloat16) {
+    if (args.query_dtype == DType::kBFloat16 && (args.key.dtype == DType::kBFloat16 || is_quantised(args.key.dtype))) {
 #if defined(PAGEDKV_ISA_AMX)
       return Prefill<BFloat16Tiles>(args, task).run();
 #else

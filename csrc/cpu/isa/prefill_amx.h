@@ -88,8 +88,8 @@ struct BFloat16Tiles {
   using Setup = TileShapes;
 
   template <class F>
-  static PAGEDKV_INLINE void with_source(DType, const F& f) {
-    f.template operator()<BFloat16>();
+  static PAGEDKV_INLINE void with_source(DType dtype, const F& f) {
+    with_bfloat16_source(dtype, f);
   }
 
   // num_rows is kAmxRows or kTileRows, num_vecs 1 or 2.

@@ -72,16 +72,23 @@ struct FloatUnits : VectorUnits<FloatUnits> {
   static constexpr int kElements = 1;
   template <class F>
   static PAGEDKV_INLINE void with_source(DType dtype, const F& f) {  // any type, by conversion
-    with_dtype(dtype, f);
+    with_cache_dtype(dtype, f);
   }
   static PAGEDKV_INLINE Vec multiply_add(Vec sum, float a, Vec b) { return fma(broadcast(a), b, sum); }
 };
 
+// A bfloat16 holds each quantised element, too.
+template <class F>
+PAGEDKV_INLINE void with_bfloat16_source(DType dtype, const F& f) {
+  if (is_quantised(dtype)) return with_quantised_dtype(dtype, f);
+  f.template operator()<BFloat16>();
+}
+
 struct BFloat16Pairs : VectorUnits<BFloat16Pairs> {  // needs kHasDotBF16
   static constexpr int kElements = 2;
   template <class F>
-  static PAGEDKV_INLINE void with_source(DType, const F& f) {
-    f.template operator()<BFloat16>();
+  static PAGEDKV_INLINE void with_source(DType dtype, const F& f) {
+    with_bfloat16_source(dtype, f);
   }
   static PAGEDKV_INLINE Vec multiply_add(Vec sum, float a, Vec b) {
     return dot_bf16(sum, reinterpret_cast<PairBits>(broadcast(a)), reinterpret_cast<PairBits>(b));

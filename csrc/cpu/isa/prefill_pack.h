@@ -73,11 +73,12 @@ PAGEDKV_INLINE Vec load_value_units(const char* const* values, int64_t unit, int
   }
 }
 
-// The same of 2 * kLanes columns of bfloat16, stored.
+// The same of 2 * kLanes columns, stored.
+template <class T>
 PAGEDKV_INLINE void pack_value_pairs(const char* const* values, int64_t unit, int64_t column, int64_t value_size,
                                      float* target) {
   const auto row = [&](int64_t key) PAGEDKV_LAMBDA {
-    const BFloat16* p = reinterpret_cast<const BFloat16*>(values[key]) + column;
+    const T* p = reinterpret_cast<const T*>(values[key]) + column;
     const int64_t rest = value_size - column;
     return rest >= 2 * kLanes ? load_bits(p) : load_bits_first(p, rest);
   };
@@ -98,7 +99,7 @@ void pack_values(const char* const* values, int64_t first, int64_t last, int64_t
       int64_t v = 0;
       if constexpr (Units::kElements == 2) {
         for (; v + 2 <= num_vecs; v += 2) {
-          pack_value_pairs(values, unit, (first_vec + v) * kLanes, value_size, target + v * kLanes);
+          pack_value_pairs<T>(values, unit, (first_vec + v) * kLanes, value_size, target + v * kLanes);
         }
       }
       for (; v < num_vecs; ++v) {

@@ -59,6 +59,52 @@ void to_float(float* dst, const char* src, DType dtype, int64_t stride, int64_t 
   });
 }
 
+void dequantise(char* dst, DType dst_dtype, const char* src, DType src_dtype, float scale, int64_t n) {
+  with_quantised_dtype(src_dtype, [&]<typename Src>() PAGEDKV_LAMBDA {
+    with_dtype(dst_dtype, [&]<typename Dst>() PAGEDKV_LAMBDA {
+      const auto* from = reinterpret_cast<const Src*>(src);
+      auto* to = reinterpret_cast<Dst*>(dst);
+      int64_t i = 0;
+      for (; i + kLanes <= n; i += kLanes) store(to + i, load(from + i) * broadcast(scale));
+      if (i < n) store_first(to + i, load_first(from + i, n - i) * broadcast(scale), n - i);
+    });
+  });
+}
+
+// f(first element, number of elements) of each vector of a row.
+template <typename F>
+PAGEDKV_INLINE void for_vectors(int64_t n, const F& f) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) f(i, kLanes);
+  if (i < n) f(i, n - i);
+}
+
+// The scale with which a row's largest finite magnitude is the largest number of the type; an infinity saturates.
+template <typename Dst, typename Src>
+PAGEDKV_INLINE float scale_of_row(const Src* src, int64_t n) {
+  Vec most = zero();
+  for_vectors(n, [&](int64_t i, int64_t count) PAGEDKV_LAMBDA {
+    const Vec x = load_first(src + i, count), magnitude = max(x, zero() - x);
+    most = max(most, select(less(magnitude, broadcast(__builtin_inff())), magnitude, zero()));
+  });
+  float lanes[kLanes], largest = 0.0f;
+  store(lanes, most);
+  for (const float lane : lanes) largest = lane > largest ? lane : largest;
+  return largest / Dst::kMost;
+}
+
+template <typename Src, typename Dst>
+PAGEDKV_INLINE void quantise_row(Dst* dst, const Src* src, int64_t n, float scale) {
+  const Vec most = broadcast(Dst::kMost), least = zero() - most;
+  const Vec largest = broadcast(__FLT_MAX__), smallest = zero() - largest;
+  for_vectors(n, [&](int64_t i, int64_t count) PAGEDKV_LAMBDA {
+    Vec x = load_first(src + i, count);
+    x = max(smallest, min(largest, x));  // keeps NaN
+    x = scale == 0.0f ? x * zero() : x / broadcast(scale);
+    store_first(dst + i, max(least, min(most, x)), count);
+  });
+}
+
 template <typename Src, typename Dst>
 PAGEDKV_INLINE void convert_row(Dst* dst, const Src* src, int64_t n, bool stream) {
   if constexpr (DTypeOf<Src>::value == DTypeOf<Dst>::value) {
@@ -90,15 +136,41 @@ PAGEDKV_INLINE void write_tokens_typed(const WriteArgs& args, const WriteSource&
   }
 }
 
+template <typename Src, typename Dst>
+PAGEDKV_INLINE void quantise_tokens(const WriteArgs& args, const WriteSource& source, const CacheView& cache,
+                                    bool is_fixed, int64_t begin, int64_t end) {
+  for (int64_t token = begin; token < end; ++token) {
+    const int64_t slot = args.slots[token];
+    if (slot < 0) continue;  // padding
+    const int64_t block = slot / args.block_size, offset = slot - block * args.block_size;
+    const Src* src = reinterpret_cast<const Src*>(source.data) + token * source.token_stride;
+    Dst* dst = reinterpret_cast<Dst*>(const_cast<char*>(cache.data)) + block * cache.block_stride +
+               offset * cache.token_stride;
+    float* scale =
+        const_cast<float*>(cache.scale.data) + block * cache.scale.block_stride + offset * cache.scale.token_stride;
+    for (int64_t head = 0; head < args.num_kv_heads; ++head) {
+      const Src* row = src + head * source.head_stride;
+      float& factor = scale[head * cache.scale.head_stride];
+      if (!is_fixed) factor = scale_of_row<Dst>(row, source.head_size);
+      quantise_row(dst + head * cache.head_stride, row, source.head_size, factor);
+    }
+  }
+}
+
 void write_tokens(const WriteArgs& args, int64_t begin, int64_t end) {
-  const auto write = [&](const WriteSource& source, const CacheView& cache) PAGEDKV_LAMBDA {
+  const auto write = [&](const WriteSource& source, const CacheView& cache, bool is_fixed) PAGEDKV_LAMBDA {
     with_dtype(source.dtype, [&]<typename Src>() PAGEDKV_LAMBDA {
-      with_dtype(args.cache_dtype,
-                 [&]<typename Dst>() PAGEDKV_LAMBDA { write_tokens_typed<Src, Dst>(args, source, cache, begin, end); });
+      with_cache_dtype(cache.dtype, [&]<typename Dst>() PAGEDKV_LAMBDA {
+        if constexpr (is_quantised(DTypeOf<Dst>::value)) {
+          quantise_tokens<Src, Dst>(args, source, cache, is_fixed, begin, end);
+        } else {
+          write_tokens_typed<Src, Dst>(args, source, cache, begin, end);
+        }
+      });
     });
   };
-  write(args.key, args.key_cache);
-  write(args.value, args.value_cache);
+  write(args.key, args.key_cache, args.key_scale_is_fixed);
+  write(args.value, args.value_cache, args.value_scale_is_fixed);
   if (args.stream) finish_streaming();
 }
 

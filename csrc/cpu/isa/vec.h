@@ -6,7 +6,8 @@
 //   kLanes, kRegisters               floats per Vec; vector registers of the machine
 //   Vec, Mask                        arithmetic operators work on Vec
 //   zero() broadcast(x) iota()       iota: 0, 1, 2, ...
-//   load(const T*) store(T*, Vec)    T: float, Half, BFloat16; stores round to nearest even; unaligned
+//   load(const T*) store(T*, Vec)    T: float, Half, BFloat16, Int8, Float8E4M3, Float8E5M2; stores round to nearest
+//                                    even; unaligned; quantised types take at most T::kMost, Int8 no NaN
 //   load_first(const T*, n)          the first n <= kLanes elements, the rest 0, nothing past them is touched
 //   store_first(T*, Vec, n)
 //   load_pair(const T*, Vec&, Vec&)  2 * kLanes elements in the cheapest order of T (bfloat16: even, odd); see pair_index
@@ -21,6 +22,7 @@
 //   join_lanes(const Vec[kLanes], f) lane i joins the lanes of vector i by f(Vec, Vec), in the same order for every i
 //   reduce_lanes(v) max_lanes(v)     join_lanes with the sum and the maximum
 //   group_max<n>(v)                  over each run of n lanes, the result in every lane of the run
+//   repeat<n>(const float*)          n floats over and over
 //   prefetch(p)                      into the second-level cache
 //   kHasDotBF16, dot_bf16(acc, a, b) acc + pairwise products of 2 * kLanes bfloat16 (PairBits); only where kHasDotBF16
 //   load_bits(const BFloat16*)       2 * kLanes bfloat16 as they are; load_bits_first(p, n)
@@ -79,6 +81,53 @@ PAGEDKV_INLINE void store_zipped(float*, Vec, Vec) {}
 PAGEDKV_INLINE void store_rounded(BFloat16*, Vec) {}
 PAGEDKV_INLINE PairBits broadcast_two(const BFloat16*) { return PairBits{}; }
 #endif
+
+// Of quantised types, from float32 in one rounding: in two, by way of float16, some would come out wrong.
+typedef uint32_t Words __attribute__((vector_size(sizeof(Vec))));
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+template <typename T>
+PAGEDKV_INLINE Words narrow_quantised(Vec v) {
+  if constexpr (DTypeOf<T>::value == DType::kInt8) {
+    return reinterpret_cast<Words>(v + broadcast(0x1.8p23f));  // the integer lands in the low bits
+  } else {
+    constexpr int kDropped = 23 - T::kMantissa;
+    constexpr uint32_t kRebias = static_cast<uint32_t>(127 - T::kBias) << 23, kFirstNormal = kRebias + (1u << 23);
+    // adding it rounds at the smallest denormal
+    constexpr uint32_t kMagic = static_cast<uint32_t>(127 + 24 - T::kBias - T::kMantissa) << 23;
+    const Words bits = reinterpret_cast<Words>(v), magnitude = bits & 0x7fffffff, magic = Words{} + kMagic;
+    const Words normal =
+        (magnitude - kRebias + ((1u << (kDropped - 1)) - 1) + ((magnitude >> kDropped) & 1)) >> kDropped;
+    const Words tiny = reinterpret_cast<Words>(reinterpret_cast<Vec>(magnitude) + reinterpret_cast<Vec>(magic)) - magic;
+    Words result = magnitude < kFirstNormal ? tiny : normal;
+    result = magnitude > 0x7f800000 ? Words{} + 0x7f : result;
+    return result | ((bits >> 24) & 0x80);
+  }
+}
+template <typename T>
+  requires(sizeof(T) == 1)
+PAGEDKV_INLINE void store(T* p, Vec v) {
+  const Bytes bytes = __builtin_convertvector(narrow_quantised<T>(v) & 0xff, Bytes);
+  __builtin_memcpy(p, &bytes, sizeof(bytes));
+}
+template <typename T>
+  requires(sizeof(T) == 1)
+PAGEDKV_INLINE void store_first(T* p, Vec v, int64_t n) {
+  T copy[kLanes];
+  store(copy, v);
+  for (int64_t i = 0; i < n; ++i) p[i] = copy[i];
+}
+
+// 2 * kLanes quantised elements as bfloat16, which holds each of them.
+template <typename T>
+  requires(sizeof(T) == 1)
+PAGEDKV_INLINE PairBits load_bits(const T* p) {
+  return pack_bf16(load(p), load(p + kLanes));
+}
+template <typename T>
+  requires(sizeof(T) == 1)
+PAGEDKV_INLINE PairBits load_bits_first(const T* p, int64_t n) {
+  return pack_bf16(load_first(p, n < kLanes ? n : kLanes), n > kLanes ? load_first(p + kLanes, n - kLanes) : zero());
+}
 
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;

@@ -23,7 +23,30 @@ PAGEDKV_INLINE Vec widen(const Half*, __m128i bits) { return _mm256_cvtph_ps(bit
 PAGEDKV_INLINE Vec widen(const BFloat16*, __m128i bits) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
+PAGEDKV_INLINE Vec widen(const Int8*, __m128i bits) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bits)); }
+PAGEDKV_INLINE Vec widen(const Float8E5M2*, __m128i bits) {  // the upper half of a float16
+  return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bits), 8));
+}
+PAGEDKV_INLINE Vec widen(const Float8E4M3*, __m128i bits) {  // 2^8 times a float16 but for NaN
+  const __m128i moved = _mm_slli_epi16(_mm_cvtepi8_epi16(bits), 7);
+  const Vec half = _mm256_cvtph_ps(_mm_and_si128(moved, _mm_set1_epi16(static_cast<int16_t>(0xbf80))));
+  const __m256i largest = _mm256_set1_epi32(0x7f);
+  const __m256i nan = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_cvtepu8_epi32(bits), largest), largest);
+  return _mm256_blendv_ps(half * broadcast(0x1p8f), broadcast(__builtin_nanf("")), _mm256_castsi256_ps(nan));
+}
 PAGEDKV_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
+template <typename T>
+  requires(sizeof(T) == 1)
+PAGEDKV_INLINE Vec load(const T* p) {
+  return widen(p, _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+template <int n>
+PAGEDKV_INLINE Vec repeat(const float* p) {
+  static_assert(n == 8 || n == 4 || n == 2);
+  if constexpr (n == 8) return _mm256_loadu_ps(p);
+  if constexpr (n == 4) return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
+  return _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(p)));
+}
 template <typename T>
 PAGEDKV_INLINE Vec load(const T* p) {
   return widen(p, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

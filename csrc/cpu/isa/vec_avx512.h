@@ -22,7 +22,35 @@ PAGEDKV_INLINE Vec widen(const Half*, __m256i bits) { return _mm512_cvtph_ps(bit
 PAGEDKV_INLINE Vec widen(const BFloat16*, __m256i bits) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
+PAGEDKV_INLINE Vec widen(const Int8*, __m128i bits) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bits)); }
+PAGEDKV_INLINE Vec widen(const Float8E5M2*, __m128i bits) {  // the upper half of a float16
+  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bits), 8));
+}
+PAGEDKV_INLINE Vec widen(const Float8E4M3*, __m128i bits) {  // 2^8 times a float16 but for NaN
+  const __m128i largest = _mm_set1_epi8(0x7f);
+  const __m256i moved = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bits), 7);
+  const Vec half = _mm512_cvtph_ps(_mm256_and_si256(moved, _mm256_set1_epi16(static_cast<int16_t>(0xbf80))));
+  const Mask nan = _mm_cmpeq_epi8_mask(_mm_and_si128(bits, largest), largest);
+  return _mm512_mask_mov_ps(half * broadcast(0x1p8f), nan, broadcast(__builtin_nanf("")));
+}
 PAGEDKV_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
+template <typename T>
+  requires(sizeof(T) == 1)
+PAGEDKV_INLINE Vec load(const T* p) {
+  return widen(p, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+template <typename T>
+  requires(sizeof(T) == 1)
+PAGEDKV_INLINE Vec load_first(const T* p, int64_t n) {
+  return widen(p, _mm_maskz_loadu_epi8(first_lanes(n), p));
+}
+template <int n>
+PAGEDKV_INLINE Vec repeat(const float* p) {
+  static_assert(n == 16 || n == 8 || n == 4);
+  if constexpr (n == 16) return _mm512_loadu_ps(p);
+  if constexpr (n == 8) return _mm512_broadcast_f32x8(_mm256_loadu_ps(p));
+  return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
+}
 template <typename T>
 PAGEDKV_INLINE Vec load(const T* p) {
   return widen(p, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));

@@ -52,6 +52,19 @@ PAGEDKV_INLINE Bits narrow(const Half*, Vec v) {
   return result | sign;
 }
 
+PAGEDKV_INLINE Vec widen(const Int8*, Bits bits) { return __builtin_convertvector(reinterpret_cast<Mask>(bits), Vec); }
+PAGEDKV_INLINE Vec widen(const Float8E5M2*, Bits bits) {  // the upper half of a float16
+  return widen(static_cast<const Half*>(nullptr), bits << 8);
+}
+PAGEDKV_INLINE Vec widen(const Float8E4M3*, Bits bits) {  // 2^8 times a float16 but for NaN
+  const Vec half = widen(static_cast<const Half*>(nullptr), (bits & 0x80) << 8 | (bits & 0x7f) << 7);
+  return select((bits & 0x7f) == 0x7f, broadcast(__builtin_nanf("")), half * broadcast(0x1p8f));
+}
+template <int n>
+PAGEDKV_INLINE Vec repeat(const float* p) {
+  return Vec{p[0], p[1 % n], p[2 % n], p[3 % n]};
+}
+
 PAGEDKV_INLINE Vec load(const float* p) {
   Vec v;
   __builtin_memcpy(&v, p, sizeof(v));
@@ -59,7 +72,8 @@ PAGEDKV_INLINE Vec load(const float* p) {
 }
 template <typename T>
 PAGEDKV_INLINE Vec load(const T* p) {
-  return widen(p, Bits{p[0].bits, p[1].bits, p[2].bits, p[3].bits});
+  const auto bits = [&](int i) PAGEDKV_LAMBDA { return static_cast<uint32_t>(p[i].bits); };
+  return widen(p, Bits{bits(0), bits(1), bits(2), bits(3)});
 }
 PAGEDKV_INLINE void store(float* p, Vec v) { __builtin_memcpy(p, &v, sizeof(v)); }
 template <typename T>
