@@ -33,7 +33,7 @@ class EngineLayer(PagedLayer):
         device = torch.device(self.spec.device)
         if device != self.state.device:
             raise NotImplementedError(f"its layers are on several devices ({device} and others)")
-        self.key_cache, self.value_cache = self.state.pool.store(self.row, self.spec)
+        self._bind(self.state.pool.store(self.row, self.spec))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -58,11 +58,13 @@ class EngineLayer(PagedLayer):
         caches = self.key_cache, self.value_cache
         table, lengths, offsets = self.reads(indices)
         if self.state.calls is not None:
-            self.state.calls.append((*caches, queries, options))
+            self.state.calls.append((*caches, queries, options | self.write_scales))
         if getattr(key, _WRITTEN, False):
+            options |= self.read_scales
             out = pagedkv_ops.paged_attention(queries, *caches, table, lengths, offsets, **options)
         else:
             setattr(key, _WRITTEN, True)
+            options |= self.write_scales
             out = pagedkv_ops.paged_attention_append(
                 queries, keys, values, *caches, slots, table, lengths, offsets, **options
             )

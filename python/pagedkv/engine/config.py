@@ -29,7 +29,7 @@ class EngineConfig:
             model of 30 layers takes about 100 s. On CUDA decode.
         cuda_graphs: decode from captured graphs. True, False, or "auto": where the model is on CUDA, and eagerly after
             a warning where an op of it can not be captured.
-        kv_dtype: float type of the stored keys and values; None: the type the model computes them in.
+        kv_dtype: type of the stored keys and values, as in :func:`pagedkv.patch`.
         watermark: fraction of the blocks that admissions leave free.
         num_host_blocks: preemption swaps to so many blocks of host memory instead of computing again.
         buckets: batch sizes that decode forwards are padded to, the last being max_num_seqs; None: powers of two.
@@ -47,7 +47,7 @@ class EngineConfig:
     prefix_caching: bool = True
     compile: bool = False
     cuda_graphs: bool | str = "auto"
-    kv_dtype: torch.dtype | None = None
+    kv_dtype: torch.dtype | str | None = None
     watermark: float = 0.01
     num_host_blocks: int = 0
     buckets: Sequence[int] | None = None
@@ -57,7 +57,8 @@ class EngineConfig:
         self.max_num_seqs = integer("max_num_seqs", self.max_num_seqs, 1)
         tokens, note = self.max_num_batched_tokens, " (max_num_seqs: each may decode one)"
         self.max_num_batched_tokens = integer("max_num_batched_tokens", tokens, self.max_num_seqs, note)
-        self.block_size, self.num_blocks = check_settings(self.block_size, self.num_blocks, self.memory, self.kv_dtype)
+        sizes = self.block_size, self.num_blocks, self.memory
+        self.block_size, self.num_blocks, self.kv_dtype = check_settings(*sizes, self.kv_dtype)
         self.num_host_blocks = integer("num_host_blocks", self.num_host_blocks, 0)
         fraction = self.watermark
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:

@@ -64,7 +64,7 @@ class Engine:
         prefix_caching: bool = True,
         compile: bool = False,
         cuda_graphs: bool | str = "auto",
-        kv_dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | str | None = None,
         watermark: float = 0.01,
         num_host_blocks: int = 0,
         buckets: Seq[int] | None = None,

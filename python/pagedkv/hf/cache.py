@@ -90,7 +90,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         num_blocks: blocks of a pool of its own, the null block included; None: sized from ``memory``. What their bytes
             are is known in the first forward, which raises for more than the device has.
         memory: bytes of that pool, or the fraction (0..1) of what is free; None: as for :func:`pagedkv.patch`.
-        kv_dtype: type of the stored keys and values; None: the type they come in.
+        kv_dtype: type of the stored keys and values, as in :func:`pagedkv.patch`; None: the type they come in.
         pool: share a pool instead; excludes the arguments before.
 
     Raises:
@@ -114,10 +114,10 @@ class PagedCache(Cache):  # type: ignore[misc]
         block_size: int = _BLOCK_SIZE,
         num_blocks: int | None = None,
         memory: int | float | None = None,
-        kv_dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | str | None = None,
         pool: Pool | None = None,
     ) -> None:
-        block_size, num_blocks = check_settings(block_size, num_blocks, memory, kv_dtype)
+        block_size, num_blocks, kv_dtype = check_settings(block_size, num_blocks, memory, kv_dtype)
         if not isinstance(config, PreTrainedConfig):
             raise refused("config", "a transformers config", config)
         kinds, windows = layer_kinds(config), layer_windows(config)

@@ -30,7 +30,7 @@ class Pool:
         block_size: tokens per block.
         windows: the window of each group in tokens, the token itself included; None: unlimited.
         max_length: tokens that the block tables are made wide enough for; they grow when a sequence passes it.
-        kv_dtype: type of the stored keys and values; None: the type they come in.
+        kv_dtype: type of the stored keys and values, as in :func:`pagedkv.patch`; None: the type they come in.
         prefix_caching: keep full blocks for later prompts that begin with the same tokens.
         watermark, num_host_blocks: of the :class:`pagedkv.KVCacheManager`.
 
@@ -53,12 +53,12 @@ class Pool:
         windows: Sequence[Window] = (None,),
         *,
         max_length: int = 2048,
-        kv_dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | str | None = None,
         prefix_caching: bool = False,
         watermark: float = 0.0,
         num_host_blocks: int = 0,
     ) -> None:
-        check_settings(block_size, num_blocks, None, kv_dtype)
+        self.kv_dtype = check_settings(block_size, num_blocks, None, kv_dtype)[2]
         groups = [GroupSpec() if window is None else GroupSpec("sliding", window) for window in windows]
         self._new_manager = partial(
             KVCacheManager,
@@ -73,7 +73,6 @@ class Pool:
         self.num_blocks = self.manager.pool.num_blocks
         self.block_size = self.manager.block_size
         self.windows = list(windows)
-        self.kv_dtype = kv_dtype
         self.prefix_caching = prefix_caching
         self.num_host_blocks = num_host_blocks
         self.table_width = max(1, min(self.num_blocks - 1, -(-max_length // self.block_size)))
@@ -97,8 +96,8 @@ class Pool:
             parts.append("layers " + " + ".join(f"{count} {mode}" for mode, count in counts.items()))
         return f"Pool({', '.join(parts)})"
 
-    def store(self, row: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
-        """Key and value tensors of a group's ``row``-th layer; those of other groups with this spec get the same.
+    def store(self, row: int, spec: LayerSpec) -> PagedKVCache:
+        """The tensors of a group's ``row``-th layer; those of other groups with this spec get the same.
 
         Raises:
             InvalidArgumentError: the blocks of all layers so far are more than the layer's device has.
@@ -110,11 +109,11 @@ class Pool:
             store = self._stores[row, spec] = PagedKVCache(
                 self.num_blocks, self.block_size, [spec], num_host_blocks=self.num_host_blocks
             )
-            for cache in (store.key_caches[0], store.value_caches[0]):
+            for tensor in (store.key_caches[0], store.value_caches[0], *store.read_scales[0].values()):
                 # stands where a window has passed: gathered and masked, so it must not hold NaN
-                cache[0].zero_()
-                torch._dynamo.mark_static_address(cache)
-        return store.key_caches[0], store.value_caches[0]
+                tensor[0].zero_()
+                torch._dynamo.mark_static_address(tensor)
+        return store
 
     def renew(self) -> None:
         """Let the manager begin anew, with no sequence and no prefix, after an interrupt in the middle of a change."""

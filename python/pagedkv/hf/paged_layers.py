@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 import pagedkv_ops
 
-from ..cache import LayerSpec
+from ..cache import LayerSpec, PagedKVCache
 from .state import PagedState
 from .step import Step
 from .tags import TAG
@@ -46,6 +46,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.step: Step | None = None
         self.key_cache: Tensor
         self.value_cache: Tensor
+        self.write_scales: dict[str, Tensor]  # keyword arguments of the ops
+        self.read_scales: dict[str, Tensor]
 
     @property
     def is_compileable(self) -> bool:
@@ -61,9 +63,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def attach(self) -> None:
         """Take the pool's tensors for what :attr:`spec` says; again after the cache was cleared."""
         assert self.spec is not None
-        self.key_cache, self.value_cache = self.state.pool.store(self.row, self.spec)
+        self._bind(self.state.pool.store(self.row, self.spec))
         self.step = self.state.step(self.group, torch.device(self.spec.device))
         self.is_initialized = True
+
+    def _bind(self, store: PagedKVCache) -> None:
+        self.key_cache, self.value_cache = store.key_caches[0], store.value_caches[0]
+        self.write_scales, self.read_scales = store.write_scales[0], store.read_scales[0]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [B, Hkv, L, D] keys and [B, Hkv, L, Dv] values; what the attention of this layer shall read."""
@@ -89,7 +95,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.pending is not None:
             assert self.step is not None
             key, value = map(_tokens, self.pending)
-            pagedkv_ops.write_kv(key, value, self.key_cache, self.value_cache, self.step.slot_mapping)
+            slots = self.step.slot_mapping
+            pagedkv_ops.write_kv(key, value, self.key_cache, self.value_cache, slots, **self.write_scales)
             self.pending = None
 
     def reads(self, indices: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -105,8 +112,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         packed, caches = _tokens(query), (self.key_cache, self.value_cache)
         table, lengths, offsets = self.reads(indices)
         if self.pending is not None and self.pending[0] is key and self.pending[1] is value:
+            new, options = (_tokens(key), _tokens(value)), options | self.write_scales
             out = pagedkv_ops.paged_attention_append(
-                packed, _tokens(key), _tokens(value), *caches, step.slot_mapping, table, lengths, offsets, **options
+                packed, *new, *caches, step.slot_mapping, table, lengths, offsets, **options
             )
             self.pending = None
             return out.view(batch, length, num_heads, -1)
@@ -118,10 +126,19 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             offsets = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
         elif step.order is not None:
             packed = packed.index_select(0, step.order)
+        options |= self.read_scales
         out = pagedkv_ops.paged_attention(packed, *caches, table, lengths, offsets, **options)  # [B*L, Hq, Dv]
         if step.inverse is not None:
             out = out.index_select(0, step.inverse)
         return out.view(batch, length, num_heads, -1)
+
+    def gather(self, table: Tensor, lengths: Tensor, max_len: int) -> list[Tensor]:
+        """[B, max_len, Hkv, D] keys and values, those of quantised blocks in float32."""
+        scales = self.read_scales.values() or (None, None)
+        return [
+            pagedkv_ops.gather_kv(cache, table, lengths, max_len, scale=scale)
+            for cache, scale in zip((self.key_cache, self.value_cache), scales, strict=True)
+        ]
 
     def _gather(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Dense [B, Hkv, columns, D] keys and values, zero in padding; of all columns, or as many as a sliding layer of
@@ -134,8 +151,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         table, lengths, max_len = step.block_table[:batch], step.seq_lens[:batch], state.max_length
         columns = state.column_index(device) if state.has_padding else None  # [B, columns]
         dense = []
-        for cache, new in ((self.key_cache, key_states), (self.value_cache, value_states)):
-            tokens = pagedkv_ops.gather_kv(cache, table, lengths, max_len).to(new.dtype)  # [B, max_len, Hkv, D]
+        for gathered, new in zip(self.gather(table, lengths, max_len), (key_states, value_states), strict=True):
+            tokens = gathered.to(new.dtype)  # [B, max_len, Hkv, D]
             if columns is not None:
                 tokens = tokens.gather(1, columns[:, :, None, None].expand(-1, -1, *tokens.shape[2:]))
             if self.mode == GATHERED and self.sliding_window is not None:

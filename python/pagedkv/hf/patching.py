@@ -40,7 +40,7 @@ def patch(
     block_size: int = 16,
     num_blocks: int | None = None,
     memory: int | float | None = None,
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | str | None = None,
     prefix_caching: bool = False,
     compile: bool | dict[str, Any] = False,
 ) -> Model:
@@ -55,7 +55,9 @@ def patch(
         num_blocks: blocks of the model's pool, the null block included; None: from ``memory``. Not both.
         memory: bytes of the pool, or the fraction (0..1) of what is free; None: on CUDA 0.8 of what is free now, on CPU
             half of it, which is reserved and touched only as blocks are used; at most 65,536 blocks.
-        kv_dtype: float type of the stored keys and values; None: the type the model computes them in.
+        kv_dtype: type of the stored keys and values: a float type of torch, or "int8", "fp8_e4m3" or "fp8_e5m2", which
+            hold twice the tokens of 16 bits with a scale for each token and head, and change logits by their rounding;
+            None: the type the model computes them in.
         prefix_caching: prompts that begin like an earlier one reuse its blocks (:func:`clear_prefix_cache`).
         compile: run decode steps through ``torch.compile``, with these options if it is a dict. True on CUDA captures
             them, too: from the second of a batch size on a step is one replay. True on CPU packs the weights, which
@@ -76,7 +78,7 @@ def patch(
         torch.Size([1, 7])
         >>> _ = pagedkv.unpatch(model)
     """
-    block_size, num_blocks = check_settings(block_size, num_blocks, memory, kv_dtype)
+    block_size, num_blocks, kv_dtype = check_settings(block_size, num_blocks, memory, kv_dtype)
     options = {
         "block_size": block_size,
         "num_blocks": num_blocks,

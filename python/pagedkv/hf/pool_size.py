@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..cache import storage_type
 from ..errors import InvalidArgumentError, integer, refused
 from ..manager.blocks import MAX_BLOCKS
 
@@ -43,8 +44,10 @@ def check_memory(memory: Any) -> None:
         raise refused("memory", "an int of bytes or a fraction above 0 and up to 1", memory)
 
 
-def check_settings(block_size: Any, num_blocks: Any, memory: Any, kv_dtype: Any) -> tuple[int, int | None]:
-    """Both sizes as ints; raises InvalidArgumentError for what can not size or type the blocks of any model."""
+def check_settings(
+    block_size: Any, num_blocks: Any, memory: Any, kv_dtype: Any
+) -> tuple[int, int | None, torch.dtype | None]:
+    """Sizes as ints and the type; raises InvalidArgumentError for what can not size or type the blocks of any model."""
     block_size = integer("block_size", block_size, 1)
     if num_blocks is not None:
         num_blocks = integer("num_blocks", num_blocks, 2, " (one is the null block)")
@@ -52,9 +55,7 @@ def check_settings(block_size: Any, num_blocks: Any, memory: Any, kv_dtype: Any)
         check_memory(memory)
         if num_blocks is not None:
             raise refused("num_blocks, memory", "one of them", (num_blocks, memory))
-    if kv_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-        raise refused("kv_dtype", "None, torch.float32, torch.float16 or torch.bfloat16", kv_dtype)
-    return block_size, num_blocks
+    return block_size, num_blocks, None if kv_dtype is None else storage_type("kv_dtype", kv_dtype)
 
 
 def check_fits(setting: str, num_blocks: int, block_bytes: int, device: torch.device) -> None:

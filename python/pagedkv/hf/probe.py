@@ -13,8 +13,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import pagedkv_ops
-
 from .attention import NAME, paged_attention
 from .paged_layers import INDICES, PAGED, PagedLayer
 from .refusals import failed, refuse
@@ -56,7 +54,7 @@ class Probe:
         ids, mask = self._inputs.values()
         self.prompts = [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
         types = [dtype for dtype in (model.dtype, kv_dtype) if dtype is not None]
-        rounding = max(torch.finfo(dtype).eps for dtype in types)
+        rounding = max(2 / 127 if dtype == torch.int8 else torch.finfo(dtype).eps for dtype in types)
         try:
             own = self.run(generate)
             alone = self.run(generate, rows=1)
@@ -165,8 +163,7 @@ def _own_attention(
     seen = (columns < lengths[:, None]) & (columns >= first)  # [S, columns]
     mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[:, None, None]
     keys, values = (
-        pagedkv_ops.gather_kv(cache, table, lengths, len(columns)).float().transpose(1, 2)
-        for cache in (layer.key_cache, layer.value_cache)
+        tokens.float().transpose(1, 2) for tokens in layer.gather(table, lengths, len(columns))
     )  # [S, Hkv, columns, D]
     queries = query.transpose(1, 2).flatten(0, 1)[:, :, None].float()  # [S, Hq, 1, D]
     try:
