@@ -19,8 +19,9 @@ $(STAMP): pyproject.toml setup.py $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[hf,dev]"
 	@touch $(STAMP)
 
+ARGS ?=
 demo: setup
-	$(BIN)/python examples/generate.py
+	$(BIN)/python examples/generate.py $(ARGS)
 
 test: setup
 	$(BIN)/python examples/_models.py smollm2 gemma3

@@ -33,7 +33,11 @@ EACH_ONCE = "lists of indices that name each of 2 layers once"
         ((4, 4, [LayerSpec(2, -8)]), {}, "layers[0].head_size: expected at least 1, got -8"),
         ((4, 4, [LayerSpec(2, None)]), {}, "layers[0].head_size: expected an int, got None"),
         ((4, 4, [LayerSpec(2, 8, 0)]), {}, "layers[0].v_head_size: expected at least 1, got 0"),
-        ((4, 4, [LAYER, LayerSpec(2, 8, dtype=torch.uint8)]), {}, f"layers[1].dtype: expected {TYPES}, got torch.uint8"),
+        (
+            (4, 4, [LAYER, LayerSpec(2, 8, dtype=torch.uint8)]),
+            {},
+            f"layers[1].dtype: expected {TYPES}, got torch.uint8",
+        ),
         ((4, 4, [LayerSpec(2, 8, dtype=torch.float64)]), {}, f"layers[0].dtype: expected {TYPES}, got torch.float64"),
         ((4, 4, [LAYER] * 2), {"groups": [[0]]}, f"groups: expected {EACH_ONCE}, got [[0]]"),
         ((4, 4, [LAYER] * 2), {"groups": [[0], [0]]}, f"groups: expected {EACH_ONCE}, got [[0], [0]]"),
