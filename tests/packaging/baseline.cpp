@@ -57,12 +57,12 @@ struct Sequence {
     std::vector<char> to(from.size() * size());
     const int64_t slot = 0, n = static_cast<int64_t>(from.size());
     const WriteSource source{reinterpret_cast<const char*>(from.data()), DType::kFloat32, n, n, n};
-    const CacheView cache{to.data(), n, n, n};
-    table.write_tokens({source, source, cache, cache, c.dtype, &slot, 1, 1, false}, 0, 1);
+    const CacheView cache{to.data(), n, n, n, c.dtype};
+    table.write_tokens({source, source, cache, cache, false, false, &slot, 1, 1, false}, 0, 1);
     return to;
   }
   CacheView view(const std::vector<char>& cache, int64_t row) const {
-    return {cache.data(), c.block_size * c.kv_heads * row, c.kv_heads * row, row};
+    return {cache.data(), c.block_size * c.kv_heads * row, c.kv_heads * row, row, c.dtype};
   }
   void write() {
     const auto source = [&](const std::vector<char>& from, int64_t row) {
@@ -70,7 +70,7 @@ struct Sequence {
     };
     table.write_tokens(
         {source(stored_key, c.head_size), source(stored_value, c.value_head_size), view(key_cache, c.head_size),
-         view(value_cache, c.value_head_size), c.dtype, slot_mapping.data(), c.block_size, c.kv_heads, false},
+         view(value_cache, c.value_head_size), false, false, slot_mapping.data(), c.block_size, c.kv_heads, false},
         0, c.seq_len);
   }
   AttentionArgs args() {
@@ -82,7 +82,7 @@ struct Sequence {
     a.lse = lse.data();
     a.key = view(key_cache, c.head_size);
     a.value = view(value_cache, c.value_head_size);
-    a.query_dtype = a.cache_dtype = c.dtype;
+    a.query_dtype = c.dtype;
     a.blocks = blocks.data();
     a.row_starts = bounds.data();
     a.seq_lens = &c.seq_len;
