@@ -274,3 +274,25 @@ def test_forwards_copies_and_events_are_made_on_the_engines_device(llama, make_e
     engine.step()
     assert log.count("wait") == 2  # before the host's side is written again
     monkeypatch.undo()
+
+
+def test_captures_are_made_on_the_engines_device(llama, make_engine, monkeypatch):
+    entered, captured = [], []
+
+    @contextlib.contextmanager
+    def device(name):
+        entered.append(str(name))
+        yield
+        entered.pop()
+
+    runner = make_engine(llama, max_num_seqs=2).runner
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(
+        torch.cuda, "graph", lambda graph, pool: captured.append([*entered]) or contextlib.nullcontext()
+    )
+    monkeypatch.setattr(runner, "device", torch.device("cuda:1"))
+    runner._capture()
+    assert captured == [["cuda:1"]] * 2
+    monkeypatch.undo()

@@ -7,10 +7,11 @@ import contextlib
 import pytest
 import torch
 from models import generate, ragged, tiny, with_cache
+from recorded_graphs import recording
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pagedkv
-from pagedkv.hf import compiling, paged_layers
+from pagedkv.hf import capturing, compiling, paged_layers
 
 FAMILIES = ["llama", "gemma3_text", "gpt_oss"]
 
@@ -226,3 +227,23 @@ def test_a_step_that_can_not_be_captured_is_called(device, monkeypatch, caplog):
     [record] = [record for record in caplog.records if record.name == "pagedkv.hf.capturing"]
     assert " can not be captured, in failing at `raise RuntimeError(" in record.getMessage()
     assert torch.equal(generate(model, inputs), expected)
+
+
+def test_captures_are_made_on_the_device_of_the_step(device, monkeypatch):
+    entered, captured = [], []
+
+    @contextlib.contextmanager
+    def current(name):
+        entered.append(name)
+        yield
+        entered.pop()
+
+    def recording_on(graph, pool):
+        captured.append([*entered])
+        return recording(graph, pool)
+
+    monkeypatch.setattr(capturing, "current", current)
+    monkeypatch.setattr(torch.cuda, "graph", recording_on)
+    with pagedkv.patched(tiny(), block_size=4, num_blocks=64, compile=True) as model:
+        generate(model, ragged([3]))
+        assert captured == [[model.device]]

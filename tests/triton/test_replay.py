@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -290,3 +291,28 @@ def test_a_kernel_of_another_backend_is_launched_by_triton(driver: FakeDriver) -
         call()
     assert len(driver.started) == 3
     assert all(v is None for kind in _triton.write_kv.kinds.values() for v in kind.variants.values())
+
+
+def test_launches_are_made_on_the_device_of_the_tensors(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call and its replays; the driver's current device is 0."""
+    entered: list[Any] = []
+
+    @contextlib.contextmanager
+    def enter(what: Any) -> Iterator[None]:
+        entered.append(1 if isinstance(what, torch.Tensor) else what)
+        yield
+        entered.append("left")
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(torch.cuda, "device_of", enter)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 1)
+    monkeypatch.setattr(driver, "get_current_stream", lambda device: 10 + device)
+    write = calls()["write"]
+    forget()
+    write()
+    assert entered == [1, "left"]
+    write()
+    assert entered == [1, "left"] * 2
+    assert driver.started is not None
+    assert driver.started[-1].stream == 11
+    forget()

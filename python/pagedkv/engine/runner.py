@@ -85,8 +85,8 @@ class Runner:
             self._compile_kernels()
             if config.compile:
                 self._compile(probe, is_one_graph=self.device.type == "cpu")
-            if config.cuda_graphs and self.device.type == "cuda":
-                self._capture()
+        if config.cuda_graphs and self.device.type == "cuda":
+            self._capture()
         self.is_frozen = config.compile or bool(self._graphs)
 
     # Set-up.
@@ -280,13 +280,14 @@ class Runner:
     def _capture(self) -> None:
         """A CUDA graph per bucket, the largest first: the smaller ones share its memory. With "auto" none, where an op
         can not be captured."""
-        try:
-            self._capture_buckets()
-        except Exception as error:  # whatever an op raises in a capture
-            if self.config.cuda_graphs is True:
-                raise
-            warn_uncaptured(logger, error, self._capture_buckets)
-            self._graphs.clear()
+        with current(self.device):
+            try:
+                self._capture_buckets()
+            except Exception as error:  # whatever an op raises in a capture
+                if self.config.cuda_graphs is True:
+                    raise
+                warn_uncaptured(logger, error, self._capture_buckets)
+                self._graphs.clear()
 
     def _capture_buckets(self) -> None:
         memory = torch.cuda.graph_pool_handle()
