@@ -7,6 +7,7 @@ memory blocks that it takes, which do not depend on how busy the machine is.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -47,20 +48,25 @@ def calls() -> dict[str, Callable[[], Any]]:
     }
 
 
-def python_calls(function: Callable[[], Any]) -> int:
-    """Functions of Python that one call enters."""
-    entered = 0
+def python_work(function: Callable[[], Any]) -> tuple[int, int]:
+    """Functions of Python that one call enters, and the most memory blocks of Python that it holds at once."""
+    entered = most = 0
 
     def count(frame: Any, event: str, _: Any) -> None:
-        nonlocal entered
+        nonlocal entered, most
         entered += event == "call"
+        most = max(most, sys.getallocatedblocks())
 
+    gc.collect()
+    gc.disable()
     sys.setprofile(count)
     try:
+        before = sys.getallocatedblocks()
         function()
     finally:
         sys.setprofile(None)
-    return entered - 1  # the lambda
+        gc.enable()
+    return entered - 1, most - before  # less the lambda
 
 
 def main() -> None:
@@ -68,22 +74,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    print("| call | us, median | us, fastest round | Python functions entered | launches |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| call | us, median | us, fastest round | Python functions entered | memory blocks held | launches |")
+    print("| --- | --- | --- | --- | --- | --- |")
     with fake_driver.installed() as driver:
         for name, function in calls().items():
             function()
             driver.started = []
             function()
             launches, driver.started = len(driver.started), None
-            entered = python_calls(function)
+            entered, blocks = python_work(function)
             times = []
             for _ in range(rounds):
                 start = time.perf_counter()
                 for _ in range(10):
                     function()
                 times.append((time.perf_counter() - start) * 1e5)
-            print(f"| {name} | {statistics.median(times):.1f} | {min(times):.1f} | {entered} | {launches} |")
+            median = statistics.median(times)
+            print(f"| {name} | {median:.1f} | {min(times):.1f} | {entered} | {blocks} | {launches} |")
 
 
 if __name__ == "__main__":
