@@ -27,7 +27,7 @@ MACHINE_FLAGS = {
     "kernels_avx2.cpp": AVX2,
     "kernels_avx512.cpp": AVX512,
     "kernels_avx512_bf16.cpp": [*AVX512, "-mavx512bf16"],
-    "kernels_avx512_amx.cpp": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    "kernels_avx512_amx.cpp": [*AVX512, "-mavx512bf16", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"],
 }
 OPTIONAL = {"kernels_avx512_amx.cpp": "-DPAGEDKV_HAS_AMX"}  # needs GCC 11 or Clang 12; told to the file that chooses
 

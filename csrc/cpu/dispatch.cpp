@@ -46,14 +46,15 @@ const Candidate* candidates() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  static const Candidate list[] = {{&kKernelsBaseline, true},
-                                   {&kKernelsAvx2, avx2},
-                                   {&kKernelsAvx512, avx512},
-                                   {&kKernelsAvx512Bf16, avx512_bf16},
+  static const Candidate list[] = {
+      {&kKernelsBaseline, true},
+      {&kKernelsAvx2, avx2},
+      {&kKernelsAvx512, avx512},
+      {&kKernelsAvx512Bf16, avx512_bf16},
 #if defined(PAGEDKV_HAS_AMX) && defined(__linux__)
-                                   {&kKernelsAvx512Amx, avx512_bf16 && may_use_amx()},
+      {&kKernelsAvx512Amx, avx512_bf16 && __builtin_cpu_supports("avx512vbmi") && may_use_amx()},
 #endif
-                                   {nullptr, false}};
+      {nullptr, false}};
   return list;
 }
 #else

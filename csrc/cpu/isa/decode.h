@@ -12,6 +12,13 @@ namespace pagedkv::PAGEDKV_ISA {
 // Rows of a pack for a group of query heads: the smallest of 1, 2, 4 that holds them; larger groups take several packs.
 PAGEDKV_INLINE int rows_per_pack(int64_t group_size) { return group_size >= 3 ? 4 : static_cast<int>(group_size); }
 
+// A row's elements, filled up to whole groups.
+PAGEDKV_INLINE int64_t whole_groups(int64_t size, DType dtype) {
+  int64_t columns = 0;
+  with_cache_dtype(dtype, [&]<typename T>() PAGEDKV_LAMBDA { columns = round_up(size, kGroup<T> * kLanes); });
+  return columns;
+}
+
 // State of one task in the thread's scratch.
 template <bool kDot>
 struct DecodeState {
@@ -29,13 +36,13 @@ struct DecodeState {
     rows = rows_per_pack(args.group_size());
     packs = ceil_div(args.group_size(), rows);
     num_packs = (task.query_end - task.query_begin) * (task.head_end - task.head_begin) * packs;
-    first.query_stride = round_up(args.head_size, 2 * kLanes);
-    first.acc_stride = round_up(args.value_head_size, 2 * kLanes);
+    first.query_stride = whole_groups(args.head_size, args.key.dtype);
+    first.acc_stride = whole_groups(args.value_head_size, args.value.dtype);
     const int64_t query_bytes =
         round_up(num_packs * rows * first.query_stride * static_cast<int64_t>(sizeof(QueryElement<kDot>)), 64);
     const int64_t slopes = args.alibi_slopes ? num_packs * kLanes : 0;
-    key_bytes = round_up(args.head_size, 2 * kLanes) * args.key.itemsize();
-    value_bytes = round_up(args.value_head_size, 2 * kLanes) * args.value.itemsize();
+    key_bytes = first.query_stride * args.key.itemsize();
+    value_bytes = first.acc_stride * args.value.itemsize();
     const int64_t num_lines = kFetchInOrder ? kTile * (ceil_div(key_bytes, kLine) + ceil_div(value_bytes, kLine)) : 0;
     const int64_t line_bytes = 2 * num_lines * static_cast<int64_t>(sizeof(const char*));
     const int64_t floats = num_packs * (2 * kLanes + rows * first.acc_stride) + slopes + first.acc_stride;
@@ -80,16 +87,17 @@ PAGEDKV_INLINE void pack_query_row(const AttentionArgs& args, int64_t token, int
     auto* row = reinterpret_cast<float*>(dst);
     with_dtype(args.query_dtype, [&]<typename Q>() PAGEDKV_LAMBDA {
       const Q* query = reinterpret_cast<const Q*>(args.query) + offset;
-      for (int64_t d = 0; d < padded; d += 2 * kLanes) {
-        float natural[2 * kLanes];
-        const int64_t n = args.head_size - d;
-        store(natural, load_first(query + d, min_of<int64_t>(n, kLanes)));
-        store(natural + kLanes,
-              n > kLanes ? load_first(query + d + kLanes, min_of<int64_t>(n - kLanes, kLanes)) : zero());
-        with_cache_dtype(args.key.dtype, [&]<typename T>() PAGEDKV_LAMBDA {
-          for (int i = 0; i < 2 * kLanes; ++i) row[d + i] = natural[pair_index<T>(i)];
-        });
-      }
+      with_cache_dtype(args.key.dtype, [&]<typename T>() PAGEDKV_LAMBDA {
+        constexpr int kStep = kGroup<T> * kLanes;
+        for (int64_t d = 0; d < padded; d += kStep) {
+          float natural[kStep];
+          for (int64_t i = 0; i < kStep; i += kLanes) {
+            const int64_t n = min_of<int64_t>(args.head_size - d - i, kLanes);
+            store(natural + i, n > 0 ? load_first(query + d + i, n) : zero());
+          }
+          for (int i = 0; i < kStep; ++i) row[d + i] = natural[group_index<T>(i, args.head_size - d)];
+        }
+      });
     });
   }
 }
@@ -273,14 +281,16 @@ PAGEDKV_INLINE void finish_rows(const DecodeState<kDot>& state) {
     float sum = 0.0f;
     for (int t = 0; t < tokens_per_vector; ++t) sum += p.sum[r * tokens_per_vector + t];
     const float* acc = p.acc + r * p.acc_stride;
-    for (int64_t d = 0; d < p.acc_stride; d += 2 * kLanes) {
-      if constexpr (kDot) {
+    if constexpr (kDot) {
+      for (int64_t d = 0; d < p.acc_stride; d += 2 * kLanes) {
         store_zipped(state.output_row + d, load(acc + d), load(acc + d + kLanes));
-      } else {
-        with_cache_dtype(args.value.dtype, [&]<typename T>() PAGEDKV_LAMBDA {
-          store_pair<T>(state.output_row + d, load(acc + d), load(acc + d + kLanes));
-        });
       }
+    } else {
+      with_cache_dtype(args.value.dtype, [&]<typename T>() PAGEDKV_LAMBDA {
+        for (int64_t d = 0; d < p.acc_stride; d += kGroup<T> * kLanes) {
+          store_group<T>(state.output_row + d, acc + d, args.value_head_size - d);
+        }
+      });
     }
     const float maximum = p.maximum[r * tokens_per_vector];
     if (task.partial) {

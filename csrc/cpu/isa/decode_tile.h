@@ -55,9 +55,8 @@ struct TileContext {
   const float* value_scales;
 };
 
-// Running softmax of a pack of rows. `query` is padded with zeros to a multiple of 2 * kLanes columns and, unless it is
-// bfloat16 for dot_bf16, stored in the element order of load_pair. `acc` is in the order of load_pair (of zip_bits)
-// too.
+// Running softmax of a pack of rows. `query` is padded with zeros to whole groups of columns and, unless it is bfloat16
+// for dot_bf16, stored in the element order of load_group. `acc` is in the order of load_group (of zip_bits) too.
 struct Pack {
   float* maximum;       // [kLanes]
   float* sum;           // [kLanes]
@@ -70,11 +69,10 @@ struct Pack {
 template <bool kDot>
 using QueryElement = std::conditional_t<kDot, BFloat16, float>;
 
-// kBytes of the row at `place`, or as many of the lines ahead; `at`: bytes of the row before them, as several steps may
-// share a line.
+// kBytes of the row at `place`, or as many of the lines ahead.
 template <int64_t kBytes>
-PAGEDKV_INLINE void fetch(const char* place, const char* const*& line, int64_t line_offset, int64_t at) {
-  if (kBytes < kLine && kFetchInOrder && at % kLine != 0) return;
+PAGEDKV_INLINE void fetch(const char* place, const char* const*& line, int64_t line_offset) {
+  static_assert(!kFetchInOrder || kBytes % kLine == 0);
 #pragma GCC unroll 2
   for (int64_t i = 0; i < kBytes; i += kLine) prefetch(kFetchInOrder ? *line++ + line_offset : place + i);
 }
@@ -84,7 +82,7 @@ template <typename T, int kRows, bool kDot>
 PAGEDKV_INLINE void tile_scores(const TileContext& c, const Pack& pack, Vec* scores) {
   constexpr int kTokens = kLanes / kRows;
   constexpr int kVectors = kTile / kTokens;
-  constexpr int kStep = 2 * kLanes;
+  constexpr int kStep = kGroup<T> * kLanes;
   const auto* query = reinterpret_cast<const QueryElement<kDot>*>(pack.query);
   // The prefetchers like whole rows, two-byte elements for 4 query rows like queries that stay in registers.
   constexpr bool kRowByRow = !kFetchInOrder && (kRows < 4 || sizeof(T) == sizeof(float));
@@ -100,7 +98,7 @@ PAGEDKV_INLINE void tile_scores(const TileContext& c, const Pack& pack, Vec* sco
       for (int t = first; t < last; ++t) {
         const T* key = reinterpret_cast<const T*>(c.rows->key[v * kTokens + t] + c.key_offset) + d;
         fetch<kStep * sizeof(T)>(c.ahead->key[v * kTokens + t] + c.ahead_key_offset + d * sizeof(T), line,
-                                 c.ahead_key_offset, d * sizeof(T));
+                                 c.ahead_key_offset);
         if constexpr (kDot) {
           const PairBits k = n == kStep ? load_bits(key) : load_bits_first(key, n);
 #pragma GCC unroll 4
@@ -108,16 +106,19 @@ PAGEDKV_INLINE void tile_scores(const TileContext& c, const Pack& pack, Vec* sco
             acc[r * kTokens + t] = dot_bf16(acc[r * kTokens + t], k, load_bits(query + r * pack.query_stride + d));
           }
         } else {
-          Vec a, b;
+          Vec k[kGroup<T>];
           if (n == kStep) {
-            load_pair(key, a, b);
+            load_group(key, k);
           } else {
-            load_pair_first(key, n, a, b);
+            load_group_first(key, n, k);
           }
 #pragma GCC unroll 4
           for (int r = 0; r < kRows; ++r) {
             const float* q = query + r * pack.query_stride + d;
-            acc[r * kTokens + t] = fma(b, load(q + kLanes), fma(a, load(q), acc[r * kTokens + t]));
+#pragma GCC unroll 4
+            for (int i = 0; i < kGroup<T>; ++i) {
+              if (is_used<T>(i, n)) acc[r * kTokens + t] = fma(k[i], load(q + i * kLanes), acc[r * kTokens + t]);
+            }
           }
         }
       }
@@ -213,33 +214,36 @@ PAGEDKV_INLINE void for_columns(const Pack& pack, int64_t column, const F& f) {
   }
 }
 
-// acc += weights * values for kPairs * 2 * kLanes columns from `column` on; kWhole: all 16 tokens are visible.
-template <typename T, int kRows, int kPairs, bool kWhole>
+// acc += weights * values for kGroups groups of columns from `column` on; kWhole: all 16 tokens are visible.
+template <typename T, int kRows, int kGroups, bool kWhole>
 PAGEDKV_INLINE void accumulate_columns(const TileContext& c, const Pack& pack, const float* weights, int64_t column,
                                        int64_t columns) {
   constexpr int kTokens = kLanes / kRows;
-  constexpr int kStep = 2 * kLanes;
-  Vec acc[kRows][2 * kPairs];
-  for_columns<kRows, 2 * kPairs>(pack, column, [&](int r, int i, float* p) PAGEDKV_LAMBDA { acc[r][i] = load(p); });
+  constexpr int kStep = kGroup<T> * kLanes;
+  constexpr int kVecs = kGroup<T> * kGroups;
+  Vec acc[kRows][kVecs];
+  for_columns<kRows, kVecs>(pack, column, [&](int r, int i, float* p) PAGEDKV_LAMBDA { acc[r][i] = load(p); });
   const char* const* line = c.ahead_lines->value + kTile * column * static_cast<int64_t>(sizeof(T)) / kLine;
   const auto token = [&](int t) PAGEDKV_LAMBDA {
     const T* value = reinterpret_cast<const T*>(c.rows->value[t] + c.value_offset) + column;
     const char* ahead = c.ahead->value[t] + c.ahead_value_offset + column * sizeof(T);
 #pragma GCC unroll 4
-    for (int i = 0; i < kPairs; ++i) {
-      fetch<kStep * sizeof(T)>(ahead + i * kStep * sizeof(T), line, c.ahead_value_offset,
-                               (column + i * kStep) * sizeof(T));
-      Vec a, b;
-      if (columns == kPairs * kStep) {
-        load_pair(value + i * kStep, a, b);
+    for (int i = 0; i < kGroups; ++i) {
+      fetch<kStep * sizeof(T)>(ahead + i * kStep * sizeof(T), line, c.ahead_value_offset);
+      Vec v[kGroup<T>];
+      if (columns == kGroups * kStep) {
+        load_group(value + i * kStep, v);
       } else {
-        load_pair_first(value + i * kStep, columns, a, b);
+        load_group_first(value + i * kStep, columns, v);
       }
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
         const Vec weight = broadcast(weights[t / kTokens * kLanes + r * kTokens + t % kTokens]);
-        acc[r][2 * i] = fma(a, weight, acc[r][2 * i]);
-        acc[r][2 * i + 1] = fma(b, weight, acc[r][2 * i + 1]);
+#pragma GCC unroll 4
+        for (int j = 0; j < kGroup<T>; ++j) {
+          Vec& sum = acc[r][kGroup<T> * i + j];
+          if (is_used<T>(j, columns)) sum = fma(v[j], weight, sum);
+        }
       }
     }
   };
@@ -249,7 +253,7 @@ PAGEDKV_INLINE void accumulate_columns(const TileContext& c, const Pack& pack, c
   } else {
     for (int t = c.first; t < c.last; ++t) token(t);
   }
-  for_columns<kRows, 2 * kPairs>(pack, column, [&](int r, int i, float* p) PAGEDKV_LAMBDA { store(p, acc[r][i]); });
+  for_columns<kRows, kVecs>(pack, column, [&](int r, int i, float* p) PAGEDKV_LAMBDA { store(p, acc[r][i]); });
 }
 
 // The same with bfloat16 weights, two tokens per dot product: half the multiply-adds, for an error below that of
@@ -289,23 +293,23 @@ PAGEDKV_INLINE void dot_columns(const TileContext& c, const Pack& pack, const BF
   for_columns<kRows, 2 * kPairs>(pack, column, [&](int r, int i, float* p) PAGEDKV_LAMBDA { store(p, acc[r][i]); });
 }
 
-// All columns of the values, in steps of kPairs, then one pair, then what remains.
+// All columns of the values, in steps of kGroups groups, then one, then what remains.
 template <typename T, int kRows, bool kDot, bool kWhole, typename Weight>
 PAGEDKV_INLINE void accumulate(const TileContext& c, const Pack& pack, const Weight* weights) {
-  constexpr int kStep = 2 * kLanes;
-  constexpr int kPairs = min_of(4, max_of(1, kRegisters / (4 * kRows)));
-  const auto columns = [&]<int pairs, bool whole>(int64_t column, int64_t n) PAGEDKV_LAMBDA {
+  constexpr int kStep = kGroup<T> * kLanes;
+  constexpr int kGroups = min_of(8 / kGroup<T>, max_of(1, kRegisters / (2 * kGroup<T> * kRows)));
+  const auto columns = [&]<int groups, bool whole>(int64_t column, int64_t n) PAGEDKV_LAMBDA {
     if constexpr (kDot) {
-      dot_columns<kRows, pairs, whole>(c, pack, weights, column, n);
+      dot_columns<kRows, groups, whole>(c, pack, weights, column, n);
     } else {
-      accumulate_columns<T, kRows, pairs, whole>(c, pack, weights, column, n);
+      accumulate_columns<T, kRows, groups, whole>(c, pack, weights, column, n);
     }
   };
   int64_t column = 0;
-  for (; column + kPairs * kStep <= c.value_head_size; column += kPairs * kStep) {
-    columns.template operator()<kPairs, kWhole>(column, kPairs * kStep);
+  for (; column + kGroups * kStep <= c.value_head_size; column += kGroups * kStep) {
+    columns.template operator()<kGroups, kWhole>(column, kGroups * kStep);
   }
-  if constexpr (kPairs > 1) {
+  if constexpr (kGroups > 1) {
     for (; column + kStep <= c.value_head_size; column += kStep) {
       columns.template operator()<1, kWhole>(column, kStep);
     }

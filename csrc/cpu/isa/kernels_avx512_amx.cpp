@@ -2,6 +2,7 @@
 #define PAGEDKV_ISA_AVX512
 #define PAGEDKV_ISA_AVX512_BF16
 #define PAGEDKV_ISA_AMX
+#define PAGEDKV_ISA_VBMI
 
 #include "kernel_table.h"
 

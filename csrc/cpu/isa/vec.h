@@ -14,6 +14,8 @@
 //   load_pair_first(p, n, a, b)      the same with n <= 2 * kLanes elements, the rest 0
 //   pair_index<T>(i)                 which of the 2 * kLanes elements lane i of (a, b) holds
 //   store_pair<T>(float*, a, b)      writes the 2 * kLanes floats of such a pair in natural order
+//   kGroup<T>                        vectors that are loaded at once: a pair, or four of bytes, which are a line
+//   load_group(const T*, Vec*)       load_group_first, group_index, store_group: as for pairs; n: elements of the group
 //   interleave(a, b)                 a0 b0 a1 b1 ...
 //   fma(a, b, c)                     a * b + c
 //   max(a, b) min(a, b)              NaN in b is kept
@@ -66,6 +68,53 @@ PAGEDKV_INLINE void store_pair(float* p, Vec a, Vec b) {
   if constexpr (DTypeOf<T>::value == DType::kBFloat16) interleave(a, b);
   store(p, a);
   store(p + kLanes, b);
+}
+
+template <typename T>
+constexpr int kGroup = sizeof(T) == 1 && kRegisters == 32 ? 4 : 2;
+template <typename T>
+PAGEDKV_INLINE void load_group(const T* p, Vec* v) {
+  if constexpr (kGroup<T> == 2) {
+    load_pair(p, v[0], v[1]);
+  } else {
+    for (int i = 0; i < kGroup<T>; ++i) v[i] = load(p + i * kLanes);
+  }
+}
+// In natural order, unless the group is a pair.
+template <typename T>
+PAGEDKV_INLINE void load_group_first(const T* p, int64_t n, Vec* v) {
+  if constexpr (kGroup<T> == 2) {
+    load_pair_first(p, n, v[0], v[1]);
+  } else {
+    for (int i = 0; i < kGroup<T>; ++i) {
+      const int64_t rest = n - i * kLanes;
+      v[i] = rest > 0 ? load_first(p + i * kLanes, min_of<int64_t>(rest, kLanes)) : zero();
+    }
+  }
+}
+// n: elements of the group.
+template <typename T>
+PAGEDKV_INLINE int group_index(int lane, [[maybe_unused]] int64_t n) {
+#if defined(PAGEDKV_ISA_VBMI)
+  if constexpr (kGroup<T> == 4 && DTypeOf<T>::value != DType::kInt8) {
+    return n < kGroup<T> * kLanes ? lane : float8_index(lane);
+  }
+#endif
+  return kGroup<T> == 2 ? pair_index<T>(lane) : lane;
+}
+// From kGroup<T> vectors that follow one another.
+template <typename T>
+PAGEDKV_INLINE void store_group(float* p, const float* group, int64_t n) {
+  if constexpr (kGroup<T> == 2) {
+    store_pair<T>(p, load(group), load(group + kLanes));
+  } else {
+    for (int i = 0; i < kGroup<T> * kLanes; ++i) p[group_index<T>(i, n)] = group[i];
+  }
+}
+// Whether vector i of a group of n elements holds any: a pair is always taken whole.
+template <typename T>
+PAGEDKV_INLINE bool is_used(int i, int64_t n) {
+  return kGroup<T> == 2 || i * kLanes < n;
 }
 
 #if !defined(PAGEDKV_ISA_AVX512_BF16)

@@ -101,6 +101,57 @@ PAGEDKV_INLINE void interleave(Vec& a, Vec& b) {
   a = first;
 }
 
+#if defined(PAGEDKV_ISA_VBMI)
+// The bytes of each non-negative float8 as bfloat16, which has as many bits of exponent as it takes.
+template <typename T>
+struct Float8Table {
+  alignas(64) uint8_t low[128], high[128];
+  constexpr Float8Table() : low(), high() {
+    for (uint32_t code = 0; code < 128; ++code) {
+      uint32_t exponent = code >> T::kMantissa, mantissa = code & ((1u << T::kMantissa) - 1);
+      uint32_t bits = 0;
+      if (exponent == 0 && mantissa != 0) {  // a denormal number
+        exponent = 1;
+        while (!(mantissa >> T::kMantissa)) {
+          mantissa <<= 1;
+          --exponent;
+        }
+        mantissa &= (1u << T::kMantissa) - 1;
+        bits = ((exponent + 127 - T::kBias) << 7) | (mantissa << (7 - T::kMantissa));
+      } else if (exponent != 0) {
+        bits = ((exponent + 127 - T::kBias) << 7) | (mantissa << (7 - T::kMantissa));
+      }
+      if (T::kMantissa == 2 && code >= 0x7c) bits = code == 0x7c ? 0x7f80 : 0x7fc0;
+      if (T::kMantissa == 3 && code == 0x7f) bits = 0x7fc0;
+      low[code] = static_cast<uint8_t>(bits);
+      high[code] = static_cast<uint8_t>(bits >> 8);
+    }
+  }
+};
+
+// 64 elements by two look-ups of 7 bits; what they give is split like bfloat16.
+template <typename T>
+  requires(DTypeOf<T>::value == DType::kFloat8E4M3 || DTypeOf<T>::value == DType::kFloat8E5M2)
+PAGEDKV_INLINE void load_group(const T* p, Vec* v) {
+  static constexpr Float8Table<T> table;
+  const __m512i codes = _mm512_loadu_si512(p);
+  const auto look_up = [&](const uint8_t* bytes) PAGEDKV_LAMBDA {
+    return _mm512_permutex2var_epi8(_mm512_load_si512(bytes), codes, _mm512_load_si512(bytes + 64));
+  };
+  const __m512i low = look_up(table.low);
+  constexpr int kOrAnd = 0xf8;  // a | b & c
+  const __m512i high =
+      _mm512_ternarylogic_epi32(look_up(table.high), codes, _mm512_set1_epi8(static_cast<char>(0x80)), kOrAnd);
+  split_pair(_mm512_unpacklo_epi8(low, high), v[0], v[1]);
+  split_pair(_mm512_unpackhi_epi8(low, high), v[2], v[3]);
+}
+// Which element lane `lane` of the four vectors holds.
+PAGEDKV_INLINE int float8_index(int lane) {
+  const int vector = lane / kLanes, quarter = lane % kLanes / 4, place = lane % 4;
+  return quarter * 16 + vector / 2 * 8 + place * 2 + vector % 2;
+}
+#endif
+
 PAGEDKV_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 PAGEDKV_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 PAGEDKV_INLINE Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
