@@ -90,6 +90,11 @@ def measure(model, contexts, chunk, new_cache, base):
     return math.exp(float(torch.cat(losses).double().mean())), share, found
 
 
+def report(name: str, label: str, num_bytes: int, perplexity: float, first: float, share: float) -> None:
+    row = f"| {name} | {label} | {num_bytes} | {perplexity:.4f} | {perplexity / first - 1:+.3%} | {share:.2%} |"
+    print(row, flush=True)
+
+
 def compare(name: str, args: argparse.Namespace) -> None:
     directory = model_directory(name)
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -100,19 +105,16 @@ def compare(name: str, args: argparse.Namespace) -> None:
         pagedkv.patch(model, kv_dtype=kv_dtype, num_blocks=2 * (args.context // 16 + 2))
         pool = pagedkv.pool(model)
         new_cache = lambda: pagedkv.PagedCache(model.config, pool=pool)  # noqa: B023, E731
-        model.set_attn_implementation("pagedkv")
         perplexity, share, found = measure(model, contexts, args.chunk, new_cache, base)
-        model.set_attn_implementation("sdpa" if name == "smollm2" else "eager")
         num_bytes = pool.block_bytes // pool.block_size
         pagedkv.unpatch(model)
         base, first = (found, perplexity) if base is None else (base, first)
         label = kv_dtype or args.dtype
-        print(f"| {name} | {label} | {num_bytes} | {perplexity:.4f} | {perplexity / first - 1:+.3%} | {share:.2%} |", flush=True)
+        report(name, label, num_bytes, perplexity, first, share)
         if dtype is not None:
             with rounded_projections(model, dtype):
                 perplexity, share, _ = measure(model, contexts, args.context, lambda: None, base)
-            row = f"| {name} | {label}, keys before rotary | {num_bytes} | {perplexity:.4f} "
-            print(f"{row}| {perplexity / first - 1:+.3%} | {share:.2%} |", flush=True)
+            report(name, f"{label}, keys before rotary", num_bytes, perplexity, first, share)
 
 
 def main() -> None:
