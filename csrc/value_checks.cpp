@@ -1,12 +1,14 @@
 // Checks of the values of index tensors (pagedkv_ops/value_checks.py).
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <stdexcept>
 #include <utility>
 
 #include "checks.h"
-#include "cpu/attention_args.h"
+#include "cpu/kernels.h"
+#include "cpu/parallel.h"
 
 namespace pagedkv {
 
@@ -101,23 +103,35 @@ void check_fixed_scale(const char* op, const char* argument, const MaybeView& sc
 void check_numbers(const char* op, const char* argument, const TensorView& rows, const int64_t* slots,
                    int64_t num_slots, const TensorView& cache) {
   if (!cache.is_int8()) return;
-  const auto search = [&]<typename T>(T above) {  // the bits of a NaN without its sign are above those of infinity
-    for (int64_t token = 0; token < num_slots; ++token) {
-      if (slots[token] < 0) continue;
-      for (int64_t head = 0; head < rows.size(1); ++head) {
-        const T* row = reinterpret_cast<const T*>(rows.data) + token * rows.stride(0) + head * rows.stride(1);
-        bool found = false;
-        for (int64_t i = 0; i < rows.size(2); ++i) found |= static_cast<T>(row[i] << 1) > above;
-        if (!found) continue;
-        const int64_t i =
-            std::find_if(row, row + rows.size(2), [&](T x) { return static_cast<T>(x << 1) > above; }) - row;
+  const auto has_nan = [&, find = kernels().has_nan](int64_t token, int64_t head, int64_t first, int64_t n) {
+    const int64_t element = token * rows.stride(0) + head * rows.stride(1) + first;
+    return find(rows.data + element * rows.itemsize(), rows.element_type(), n);
+  };
+  const auto named = [&](int64_t token) {
+    for (int64_t head = 0; head < rows.size(1); ++head) {
+      for (int64_t i = 0; i < rows.size(2); ++i) {
+        if (!has_nan(token, head, i, 1)) continue;
         fail(op, std::string(argument) + sizes_text(std::array<int64_t, 3>{token, head, i}.data(), 3),
              "be a number, which int8 can hold", "nan");
       }
     }
   };
-  if (rows.itemsize() == 4) return search(uint32_t{0xff000000u});
-  search(static_cast<uint16_t>(rows.element_type() == DType::kFloat16 ? 0xf800u : 0xff00u));
+  // Heads that lie next to each other are one row.
+  const bool joined = rows.stride(1) == rows.size(2);
+  const int64_t count = joined ? 1 : rows.size(1), size = joined ? rows.size(1) * rows.size(2) : rows.size(2);
+  std::atomic<int64_t> first{num_slots};
+  parallel_ranges(num_slots, num_slots * count * size * rows.itemsize(), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      if (slots[token] < 0) continue;
+      bool found = false;
+      for (int64_t head = 0; head < count; ++head) found |= has_nan(token, head, 0, size);
+      if (!found) continue;
+      for (int64_t other = first; token < other && !first.compare_exchange_weak(other, token);) {
+      }
+      return;
+    }
+  });
+  if (first < num_slots) named(first);
 }
 
 void read_slots(const char* op, const TensorView& slot_mapping, const TensorView& cache, int64_t* out) {

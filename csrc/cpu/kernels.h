@@ -69,6 +69,7 @@ struct Kernels {
   void (*write_tokens)(const WriteArgs&, int64_t begin, int64_t end);
   void (*merge_states)(const MergeStatesArgs&, int64_t token_begin, int64_t token_end);
   void (*copy)(char* dst, const char* src, int64_t bytes, bool stream);
+  bool (*has_nan)(const char* row, DType dtype, int64_t n);
   void (*to_float)(float* dst, const char* src, DType dtype, int64_t stride, int64_t n);
   // n quantised elements times their scale, as dst_dtype
   void (*dequantise)(char* dst, DType dst_dtype, const char* src, DType src_dtype, float scale, int64_t n);

@@ -204,6 +204,25 @@ def test_any_row_is_stored_as_the_reference_stores_it(values):
 
 
 @EVERY_TYPE
+def test_quotients_are_rounded_once_for_every_scale(dtype):
+    """Bit for bit at the ties between stored numbers and beside them, from the least scale to the largest."""
+    bits = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    numbers = bits[bits.isfinite()].sort().values
+    ties = torch.cat([numbers, (numbers[1:] + numbers[:-1]) / 2])
+    for exponent in (-149, -130, -100, -61, -60, -7, 0, 3, 60, 61, 100):
+        scale = torch.rand(1).add_(1).ldexp(torch.tensor(exponent))
+        row = (ties * scale).clamp(-3e38, 3e38)
+        rows = torch.cat([row, row.nextafter(torch.tensor(math.inf)), row.nextafter(torch.tensor(-math.inf))])
+        rows = torch.cat([rows, torch.tensor([-0.0, 1e-45, -1e-40, 3e38, -math.inf])])[None, None]
+        stored = []
+        for module in (pagedkv_ops, reference):
+            caches = torch.zeros(2, 1, 1, 1, rows.size(2), dtype=dtype).unbind()
+            module.write_kv(rows, rows, *caches, torch.tensor([0]), k_scale=scale, v_scale=scale)
+            stored.append(caches[0].view(torch.uint8))
+        torch.testing.assert_close(*stored, rtol=0, atol=0)
+
+
+@EVERY_TYPE
 def test_every_stored_byte_is_read_as_torch_reads_it(dtype):
     """All 256 of them, in attention (decode and prefill) and in a gather, from rows of all lengths of a vector."""
     cache = torch.arange(256, dtype=torch.uint8).view(dtype).view(1, 1, 1, 256)

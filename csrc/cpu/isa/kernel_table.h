@@ -15,5 +15,6 @@
    pagedkv::isa::write_tokens,            \
    pagedkv::isa::merge_states,            \
    pagedkv::isa::copy,                    \
+   pagedkv::isa::has_nan,                 \
    pagedkv::isa::to_float,                \
    pagedkv::isa::dequantise}

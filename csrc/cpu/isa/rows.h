@@ -51,6 +51,17 @@ void copy(char* dst, const char* src, int64_t bytes, bool stream) {
   if (stream) finish_streaming();
 }
 
+bool has_nan(const char* row, DType dtype, int64_t n) {
+  const auto search = [&]<typename T>(T infinity) PAGEDKV_LAMBDA {  // twice its bits, without the sign
+    const T* bits = reinterpret_cast<const T*>(row);
+    T most = 0;
+    for (int64_t i = 0; i < n; ++i) most = max_of(most, static_cast<T>(bits[i] * 2));
+    return most > infinity;
+  };
+  if (dtype == DType::kFloat32) return search(uint32_t{0xff000000u});
+  return search(static_cast<uint16_t>(dtype == DType::kFloat16 ? 0xf800u : 0xff00u));
+}
+
 void to_float(float* dst, const char* src, DType dtype, int64_t stride, int64_t n) {
   with_dtype(dtype, [&]<typename T>() PAGEDKV_LAMBDA {
     for (int64_t i = 0; i < n; ++i) {
@@ -79,30 +90,49 @@ PAGEDKV_INLINE void for_vectors(int64_t n, const F& f) {
   if (i < n) f(i, n - i);
 }
 
+template <typename T>
+PAGEDKV_INLINE Vec load_up_to(const T* p, int64_t n) {
+  return n == kLanes ? load(p) : load_first(p, n);
+}
+
 // The scale with which a row's largest finite magnitude is the largest number of the type; an infinity saturates.
 template <typename Dst, typename Src>
 PAGEDKV_INLINE float scale_of_row(const Src* src, int64_t n) {
   Vec most = zero();
   for_vectors(n, [&](int64_t i, int64_t count) PAGEDKV_LAMBDA {
-    const Vec x = load_first(src + i, count), magnitude = max(x, zero() - x);
+    const Vec x = load_up_to(src + i, count), magnitude = max(x, zero() - x);
     most = max(most, select(less(magnitude, broadcast(__builtin_inff())), magnitude, zero()));
   });
-  float lanes[kLanes], largest = 0.0f;
-  store(lanes, most);
-  for (const float lane : lanes) largest = lane > largest ? lane : largest;
-  return largest / Dst::kMost;
+  return group_max<kLanes>(most)[0] / Dst::kMost;
+}
+
+// dst = divide(x) of each x, first limited to +-limit.
+template <typename Src, typename Dst, typename F>
+PAGEDKV_INLINE void store_quotients(Dst* dst, const Src* src, int64_t n, float limit, const F& divide) {
+  const Vec highest = broadcast(limit), lowest = broadcast(-limit);
+  for_vectors(n, [&](int64_t i, int64_t count) PAGEDKV_LAMBDA {
+    const Vec quotient = divide(max(lowest, min(highest, load_up_to(src + i, count))));  // keeps NaN
+    count == kLanes ? store(dst + i, quotient) : store_first(dst + i, quotient, count);
+  });
 }
 
 template <typename Src, typename Dst>
 PAGEDKV_INLINE void quantise_row(Dst* dst, const Src* src, int64_t n, float scale) {
-  const Vec most = broadcast(Dst::kMost), least = zero() - most;
-  const Vec largest = broadcast(__FLT_MAX__), smallest = zero() - largest;
-  for_vectors(n, [&](int64_t i, int64_t count) PAGEDKV_LAMBDA {
-    Vec x = load_first(src + i, count);
-    x = max(smallest, min(largest, x));  // keeps NaN
-    x = scale == 0.0f ? x * zero() : x / broadcast(scale);
-    store_first(dst + i, max(least, min(most, x)), count);
-  });
+  if (kFusesMultiplyAdd && scale >= 0x1p-60f && scale <= 0x1p60f) {
+    // The product with the reciprocal, twice corrected by what it exceeds x by, has the bits of the quotient
+    // (Markstein) for a fraction of a division's time; -0 stays -0. Numbers too small for that are stored as 0 either
+    // way.
+    const Vec divisor = broadcast(scale), inverse = broadcast(1.0f / scale), minus_inverse = zero() - inverse;
+    store_quotients(dst, src, n, Dst::kMost * scale, [&](Vec x) PAGEDKV_LAMBDA {
+      const Vec q = x * inverse, better = fma(fma(q, divisor, -x), minus_inverse, q);
+      return fma(fma(better, divisor, -x), minus_inverse, better);
+    });
+  } else {
+    store_quotients(dst, src, n, __FLT_MAX__, [&](Vec x) PAGEDKV_LAMBDA {
+      const Vec q = scale == 0.0f ? x * zero() : x / broadcast(scale);
+      return max(broadcast(-Dst::kMost), min(broadcast(Dst::kMost), q));
+    });
+  }
 }
 
 template <typename Src, typename Dst>
@@ -148,12 +178,17 @@ PAGEDKV_INLINE void quantise_tokens(const WriteArgs& args, const WriteSource& so
                offset * cache.token_stride;
     float* scale =
         const_cast<float*>(cache.scale.data) + block * cache.scale.block_stride + offset * cache.scale.token_stride;
-    for (int64_t head = 0; head < args.num_kv_heads; ++head) {
-      const Src* row = src + head * source.head_stride;
-      float& factor = scale[head * cache.scale.head_stride];
-      if (!is_fixed) factor = scale_of_row<Dst>(row, source.head_size);
-      quantise_row(dst + head * cache.head_stride, row, source.head_size, factor);
+    const auto for_heads = [&](const auto& f) PAGEDKV_LAMBDA {
+      for (int64_t head = 0; head < args.num_kv_heads; ++head) {
+        f(head, src + head * source.head_stride, scale[head * cache.scale.head_stride]);
+      }
+    };
+    if (!is_fixed) {  // of all heads first: each waits long for its row's largest, and they wait together
+      for_heads([&](int64_t, const Src* row, float& factor)
+                    PAGEDKV_LAMBDA { factor = scale_of_row<Dst>(row, source.head_size); });
     }
+    for_heads([&](int64_t head, const Src* row, float factor)
+                  PAGEDKV_LAMBDA { quantise_row(dst + head * cache.head_stride, row, source.head_size, factor); });
   }
 }
 

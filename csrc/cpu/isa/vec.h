@@ -17,7 +17,7 @@
 //   kGroup<T>                        vectors that are loaded at once: a pair, or four of bytes, which are a line
 //   load_group(const T*, Vec*)       load_group_first, group_index, store_group: as for pairs; n: elements of the group
 //   interleave(a, b)                 a0 b0 a1 b1 ...
-//   fma(a, b, c)                     a * b + c
+//   fma(a, b, c)                     a * b + c, rounded once where kFusesMultiplyAdd
 //   max(a, b) min(a, b)              NaN in b is kept
 //   less(a, b) select(m, a, b) any(m)
 //   exp2(x)                          2^x, relative error < 3e-7, exactly 1 at 0 and exactly 0 from -150 down (-inf too)
@@ -155,6 +155,7 @@ PAGEDKV_INLINE Words narrow_quantised(Vec v) {
 template <typename T>
   requires(sizeof(T) == 1)
 PAGEDKV_INLINE void store(T* p, Vec v) {
+  // Without the mask GCC 12 takes int8 apart element by element.
   const Bytes bytes = __builtin_convertvector(narrow_quantised<T>(v) & 0xff, Bytes);
   __builtin_memcpy(p, &bytes, sizeof(bytes));
 }

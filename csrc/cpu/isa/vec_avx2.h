@@ -7,6 +7,7 @@
 
 namespace pagedkv::PAGEDKV_ISA {
 
+constexpr bool kFusesMultiplyAdd = true;
 constexpr int kLanes = 8;
 constexpr int kRegisters = 16;
 using Vec = __m256;

@@ -7,6 +7,7 @@
 
 namespace pagedkv::PAGEDKV_ISA {
 
+constexpr bool kFusesMultiplyAdd = true;
 constexpr int kLanes = 16;
 constexpr int kRegisters = 32;
 using Vec = __m512;

@@ -5,6 +5,7 @@
 
 namespace pagedkv::PAGEDKV_ISA {
 
+constexpr bool kFusesMultiplyAdd = false;
 constexpr int kLanes = 4;
 #if defined(__x86_64__)
 constexpr int kRegisters = 16;
