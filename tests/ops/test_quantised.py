@@ -331,7 +331,7 @@ def test_cuda_names_what_it_does_not_serve(monkeypatch):
         with pytest.raises(RuntimeError, match=f"^{name}: the caches must be .* on CUDA, got int8$"):
             backends._cuda_op(name, *args)
     floats = [cache.float() for cache in caches]
-    with pytest.raises(RuntimeError, match="^write_kv: k_scale must be None for a key_cache in float32"):
+    with pytest.raises(RuntimeError, match=r"^write_kv: k_scale must be None for a key_cache in float32"):
         backends._cuda_op("write_kv", new, new, *floats, slot, scales["k_scale"])
     assert not seen
     backends._cuda_op("write_kv", new, new, *floats, slot)
