@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import QUANTISED_MAX
+
 
 def warm_up(
     key_cache: Tensor,
@@ -52,6 +54,9 @@ def warm_up(
             raise RuntimeError(f"warm_up: {name} must be at least 1, got {size}")
     if not key_cache.is_cuda:
         return 0
+    if key_cache.dtype in QUANTISED_MAX:  # as the ops, until the kernels can read them
+        found = str(key_cache.dtype).removeprefix("torch.")
+        raise RuntimeError(f"warm_up: the caches must be float32, float16 or bfloat16 on CUDA, got {found}")
     sizes = (num_heads, max_batch, max_tokens, max_blocks)
     return _compile_steps((key_cache, value_cache), *sizes, dtype or key_cache.dtype, options)
 

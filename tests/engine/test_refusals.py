@@ -295,7 +295,7 @@ def test_what_the_models_own_file_says_about_its_cache_is_nobodys_wish(make_engi
         {"tokenizer": "smollm"},
         {"kv_dtype": "x"},
         {"kv_dtype": "float32"},
-        {"kv_dtype": torch.int8},
+        {"kv_dtype": torch.uint8},
         {"kv_dtype": torch.float64},
         {"memory": "x"},
         {"memory": True},

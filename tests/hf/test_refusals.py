@@ -138,7 +138,9 @@ def test_num_blocks_beyond_the_memory_are_named_when_a_forward_shows_what_a_toke
         model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, **with_cache(model, cache))
 
 
-_TYPES = "kv_dtype: expected None, torch.float32, torch.float16 or torch.bfloat16, got "
+_TYPES = (
+    "kv_dtype: expected torch.float32, torch.float16, torch.bfloat16, 'int8', 'fp8_e4m3' or 'fp8_e5m2', got "  # or None
+)
 _MEMORY = "memory: expected an int of bytes or a fraction above 0 and up to 1, got "
 # with numbers of five digits and more as N
 _SIZES = [
@@ -154,7 +156,7 @@ _SIZES = [
     ({"memory": float("nan")}, _MEMORY + "nan"),
     ({"memory": 2**44}, "memory: expected at most the N bytes of cpu, got N"),
     ({"kv_dtype": "x"}, _TYPES + "'x'"),
-    ({"kv_dtype": torch.int8}, _TYPES + "torch.int8"),
+    ({"kv_dtype": torch.uint8}, _TYPES + "torch.uint8"),
 ]
 _ROOM = "memory: expected room for two blocks of {} bytes (one is the null block), got 100"
 _TOO_MANY = "={}: expected at most the N bytes of cpu, got {} blocks of {} bytes, N bytes in all"
@@ -185,7 +187,7 @@ SETTINGS = {
         ({"config": 3}, "config: expected a transformers config, got 3"),
     ],
     "Pool": [
-        ({"num_blocks": 8, "block_size": 4, "kv_dtype": torch.int8}, _TYPES + "torch.int8"),
+        ({"num_blocks": 8, "block_size": 4, "kv_dtype": torch.uint8}, _TYPES + "torch.uint8"),
         ({"num_blocks": 8, "block_size": "x"}, "block_size: expected an int, got 'x'"),
         ({"num_blocks": None, "block_size": 4}, "num_blocks: expected an int, got None"),
     ],

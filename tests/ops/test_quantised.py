@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pagedkv_ops
 from pagedkv_ops import reference
@@ -333,6 +334,10 @@ def test_cuda_names_what_it_does_not_serve(monkeypatch):
     floats = [cache.float() for cache in caches]
     with pytest.raises(RuntimeError, match=r"^write_kv: k_scale must be None for a key_cache in float32"):
         backends._cuda_op("write_kv", new, new, *floats, slot, scales["k_scale"])
+    with FakeTensorMode():
+        fakes = torch.empty(2, 4, 4, 1, 16, dtype=torch.int8, device="cuda").unbind()
+    with pytest.raises(RuntimeError, match=r"^warm_up: the caches must be .* on CUDA, got int8$"):
+        pagedkv_ops.warm_up(*fakes, num_heads=1, max_batch=1, max_tokens=1, max_blocks=1)
     assert not seen
     backends._cuda_op("write_kv", new, new, *floats, slot)
     backends._cuda_op("gather_kv", floats[0], table, length, 1, dtype=torch.float32)
