@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -50,6 +50,15 @@ class Device(TorchFunctionMode):
         self.log = log
         self.current, self.copies = Stream(log, "current"), Stream(log, "copies")
         self.active = self.current
+        self.entered: list[Any] = []  # tensors and devices whose device was made the current one
+        self.is_inside = False
+
+    @contextmanager
+    def enter(self, what: Any) -> Iterator[None]:
+        self.entered.append(what)
+        self.is_inside = True
+        yield
+        self.is_inside = False
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -63,6 +72,8 @@ class Device(TorchFunctionMode):
             return args[0]
         if kwargs.pop("pin_memory", False):
             self.log.append("buffer")
+        if function in (torch.index_select, Tensor.index_select, Tensor.index_copy_, Tensor.to, Tensor.copy_):
+            assert self.is_inside, "another device may be current"
         if function in (torch.index_select, Tensor.index_select):
             self.log.append("host gathers" if "out" in kwargs else f"{self.active.name} gathers")
         elif function is Tensor.index_copy_:
@@ -80,6 +91,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device([])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: device.current)
     monkeypatch.setattr(torch.cuda, "stream", device.stream)
+    monkeypatch.setattr(torch.cuda, "device_of", device.enter)
+    monkeypatch.setattr(torch.cuda, "device", device.enter)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: device.log.append(f"kept for {stream.name}"))
     monkeypatch.setattr(swapping, "_copy_stream", lambda _: device.copies)
     monkeypatch.setattr(swapping, "_STAGE_BYTES", 24)  # two blocks
@@ -96,6 +109,8 @@ def swap(device: Device, direction: str) -> Log:
     with device:
         getattr(swapping, direction)(src, dst, *mapping.unbind(1))
     assert torch.equal(dst, expected)
+    [entered] = device.entered
+    assert entered is (dst if direction == "_to_device" else src)
     return device.log
 
 
@@ -140,7 +155,6 @@ def test_to_the_host(device: Device) -> None:
 
 def test_pinned_blocks_of_the_same_layout_need_no_buffer(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are one copy each, and only what the host reads is waited for."""
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     src = torch.randint(-9, 9, (8, 3, 2), dtype=torch.int16).transpose(1, 2)
     dst = torch.zeros(9, 3, 2, dtype=torch.int16).transpose(1, 2)
     mapping = torch.tensor([[2, 4], [3, 5], [4, 6], [5, 1], [7, 2]])
@@ -152,6 +166,7 @@ def test_pinned_blocks_of_the_same_layout_need_no_buffer(device: Device, monkeyp
         device.log.clear()
         swapping._copy(src, torch.empty(9, 2, 3, dtype=torch.int16, device="meta"), *mapping.unbind(1))
     assert device.log == ["current copies"] * 3
+    assert device.entered == [torch.device("cpu"), torch.device("meta")]
     assert torch.equal(dst, expected)
     there = torch.empty(8, 3, 2, dtype=torch.int16, device="meta")
     gaps = torch.zeros(8, 4, 2, dtype=torch.int16)[:, :3]
