@@ -4,8 +4,8 @@
 
 The text is this library's own documents. A context is computed in chunks over blocks of each type, so that most keys
 are read as they were stored; the next token's loss, and whether it is the one that blocks in the model's type give,
-are counted at every position. "before rotary" rounds keys where the model computes them instead, by hooks: what a
-cache that stored them there would cost. Dense attention of the model itself stands beside them.
+are counted at every position. "before rotary" rounds keys where the model computes them instead, by hooks and with its
+own dense attention: what a cache that stored them there would cost.
 """
 
 from __future__ import annotations
