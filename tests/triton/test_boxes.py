@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.ops.builders import attention_options, make_case, mean_probe
 
+from .test_edges import far
 from .worker import Kernels
 
 ROW = (64, 32, 4, 2, 1, True)
@@ -93,3 +94,20 @@ def test_block_ids_out_of_range_are_not_followed(kernels: Kernels, bad: int) -> 
     boxed, (out, _) = kernels.run(_attend, (query, *caches, torch.tensor([[3, bad, 8, 0]]), *tables), {})
     assert boxed
     torch.testing.assert_close(out, expected)
+
+
+def _attend_far(argument: int | None, dim: int) -> tuple[bool, tuple[Tensor, Tensor]]:
+    rng = torch.Generator().manual_seed(4)
+    query, *caches = (torch.randn(shape, generator=rng).half() for shape in [(40, 3, 16), *[(3, 16, 3, 16)] * 2])
+    args = [query, *caches, torch.tensor([[2, 0, 1]]), torch.tensor([47]), torch.tensor([0, 40])]
+    if argument is not None:
+        args[argument] = far(args[argument], dim)
+    return _attend(tuple(args), {})
+
+
+@pytest.mark.parametrize("dim", range(3))
+@pytest.mark.parametrize("argument", [1, 2])
+def test_strides_whose_products_pass_2_to_31(kernels: Kernels, argument: int, dim: int) -> None:
+    (boxed, result), near = kernels.run(_attend_far, argument, dim), kernels.run(_attend_far, None, 0)
+    assert boxed
+    torch.testing.assert_close(result, near[1], rtol=0, atol=0)
