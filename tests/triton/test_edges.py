@@ -20,7 +20,7 @@ N, S, H, D = 3, 3, 3, 16  # blocks, slots, heads: the largest index of each is 2
 
 
 def far(tensor: Tensor, dim: int) -> Tensor:
-    """The same values; only the last index of ``dim`` is past 2^31 elements. Pages that nothing touches take no memory."""
+    """The same values, the last index of ``dim`` past 2^31 elements. Pages that nothing touches take no memory."""
     strides, inner = [0] * tensor.dim(), 1
     for d in reversed(range(tensor.dim())):
         if d != dim:
