@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pagedkv
 import pagedkv_ops
-from pagedkv.hf.handle import cache_argument
+from pagedkv.hf.cache import cache_argument
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))

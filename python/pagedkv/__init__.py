@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .hf import unpatch as unpatch
     from .manager import GroupSpec as GroupSpec
     from .manager import KVCacheManager as KVCacheManager
+    from .manager import group_layers as group_layers
 
 _HOME = {
     "BlockPool": "block_pool",
@@ -40,6 +41,7 @@ _HOME = {
     "PagedKVError": "errors",
     "UnsupportedModelError": "hf",
     "clear_prefix_cache": "hf",
+    "group_layers": "manager",
     "layer_modes": "hf",
     "patch": "hf",
     "patched": "hf",

@@ -137,8 +137,8 @@ def _gemma3n():
 
 @pytest.mark.parametrize(
     ("build", "num_blocks"),
-    [(_mistral, 16), (_gemma3, 40), (_gemma3n, 40), (_gpt2, 30)],
-    ids=["windowed", "two groups", "shared keys", "learned positions"],
+    [(_mistral, 16), (_gemma3, 70), (_gemma3n, 40), (_gpt2, 30)],
+    ids=["windowed", "four groups", "shared keys", "learned positions"],
 )
 def test_other_families(make_engine, build, num_blocks):
     model = build()

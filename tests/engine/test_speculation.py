@@ -59,7 +59,7 @@ def test_windowed_layers(make_engine):
     from .test_oracle import _gemma3
 
     model = _gemma3()
-    engine = make_engine(model, num_blocks=40)
+    engine = make_engine(model, num_blocks=80)
     results = engine.generate(_repetitive(6, seed=3), max_new_tokens=30, prompt_lookup_num_tokens=4)
     assert_native(model, results, max_new_tokens=30)
     assert engine.stats().num_draft_tokens > 0

@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pagedkv.hf.handle import cache_argument
+from pagedkv.hf.cache import cache_argument
 
 SIZES = {
     "vocab_size": 128,

@@ -24,7 +24,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 import pagedkv_ops
 
-from ..hf.cache import PagedCache
+from ..hf.cache import PagedCache, group_windows
 from ..hf.capturing import capture, warn_uncaptured
 from ..hf.handle import Patch
 from ..hf.kv_pool import Pool, sized
@@ -42,7 +42,7 @@ from .config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-_PROBE_BLOCKS, _PROBE_BLOCK_SIZE = 16, 4
+_PROBE_BLOCKS, _PROBE_BLOCK_SIZE = 16, 4  # blocks of each group of layers
 _PROBE_CHUNK = 3  # prompts of 6 and 4 tokens come in two forwards, over one block and within one
 _TRACED_TOKENS = 16  # kernels are chosen for so many: decode of few sequences is what waits for the weights
 _MIN_TOKENS = 2  # of a compiled forward: Dynamo takes sizes of 1 for constants
@@ -106,7 +106,7 @@ class Runner:
     def _accept(self) -> Probe:
         """Compare forwards over a few small blocks with the model's own."""
         small = EngineConfig(
-            num_blocks=_PROBE_BLOCKS,
+            num_blocks=_PROBE_BLOCKS * len(group_windows(self.model.config)),
             block_size=_PROBE_BLOCK_SIZE,
             max_num_seqs=max(self.config.max_num_seqs, 2),
             max_num_batched_tokens=max(self.config.max_num_batched_tokens, 2 * _PROBE_CHUNK),

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
-from collections import Counter
 from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    get_layer_types_and_kwargs,
+)
 
-from ..errors import refused
+from ..errors import InvalidArgumentError, refused
+from ..manager import group_layers
 from .kv_pool import Pool, Window
 from .paged_layers import PAGED, PagedHybridLayer, PagedLayer
-from .pool_size import blocks_for, check_any_fits, check_settings, estimated_block_bytes
+from .pool_size import blocks_for, check_any_fits, check_settings
 from .rows import free_sequences
 from .state import PagedState
 from .tags import Columns
@@ -33,8 +41,15 @@ _LAYER_CLASSES: dict[str, type] = {
     "hybrid_sliding": PagedHybridLayer,
 }
 _BLOCK_SIZE = 16
+_TOKEN_BYTES: dict[tuple[type, str, torch.dtype], int] = {}  # by config and type
+_META_TOKENS = 128  # blocks of one token: more than any family puts before a prompt
 _WINDOWED = ("sliding_attention", "chunked_attention", "hybrid_sliding")
 _NATIVE = ("conv", "linear_attention", "dummy", "moe", "mlp")
+
+
+def cache_argument(model: torch.nn.Module) -> str:
+    """The name of the cache argument of forward: ``cache`` from transformers 5.24 on, ``past_key_values`` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
@@ -53,16 +68,16 @@ def layer_kinds(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     return list(zip(kinds, kwargs, strict=True))
 
 
-def layer_windows(config: PreTrainedConfig) -> list[Window]:
-    """The distinct windows of the attention layers: one group of blocks each."""
-    windows = [kwargs.get("sliding_window") for kind, kwargs in layer_kinds(config) if kind in _LAYER_CLASSES]
-    return list(dict.fromkeys(windows)) or [None]
+def layer_groups(kinds: list[tuple[str, dict[str, Any]]]) -> tuple[list[list[int]], list[Window]]:
+    """The attention layers of each group, counted without the others, and its window; at least one group."""
+    windows = [kwargs.get("sliding_window") for kind, kwargs in kinds if kind in _LAYER_CLASSES]
+    groups = group_layers(windows)
+    return groups, [windows[group[0]] for group in groups] or [None]
 
 
-def max_rows(kinds: list[tuple[str, dict[str, Any]]]) -> int:
-    """The most attention layers of one window: those of other windows share their tensors."""
-    windows = Counter(kwargs.get("sliding_window") for kind, kwargs in kinds if kind in _LAYER_CLASSES)
-    return max(windows.values(), default=0)
+def group_windows(config: PreTrainedConfig) -> list[Window]:
+    """The window of each group of a model's attention layers."""
+    return layer_groups(layer_kinds(config))[1]
 
 
 def _check_shared(pool: Any, windows: list[Window], block_size: int, **settings: Any) -> None:
@@ -120,14 +135,15 @@ class PagedCache(Cache):  # type: ignore[misc]
         block_size, num_blocks, kv_dtype = check_settings(block_size, num_blocks, memory, kv_dtype)
         if not isinstance(config, PreTrainedConfig):
             raise refused("config", "a transformers config", config)
-        kinds, windows = layer_kinds(config), layer_windows(config)
+        kinds = layer_kinds(config)
+        groups, windows = layer_groups(kinds)
         if pool is None:
             text = config.get_text_config(decoder=True)
             if num_blocks is None:
                 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-                num_blocks = blocks_for(estimated_block_bytes(text, block_size, kv_dtype), memory, device)
+                num_blocks = blocks_for(estimated_block_bytes(config, block_size, kv_dtype), memory, device)
             else:
-                check_any_fits(num_blocks, block_size, max_rows(kinds))
+                check_any_fits(num_blocks, block_size, max(map(len, groups), default=0))
             max_length = getattr(text, "max_position_embeddings", None) or 2048
             pool = Pool(num_blocks, block_size, windows, max_length=max_length, kv_dtype=kv_dtype)
         else:
@@ -139,10 +155,9 @@ class PagedCache(Cache):  # type: ignore[misc]
             layers.append(_LAYER_CLASSES.get(kind, native)(**kwargs))
         super().__init__(layers=layers)
         paged = [layer for layer in layers if isinstance(layer, PagedLayer)]
-        rows = dict.fromkeys(windows, 0)
-        for layer in paged:
-            layer.group, layer.row = windows.index(layer.sliding_window), rows[layer.sliding_window]
-            rows[layer.sliding_window] += 1
+        for number, group in enumerate(groups):
+            for row, index in enumerate(group):
+                paged[index].group, paged[index].row = number, row
         self._bind(PagedState(pool, paged))
         self.state.has_encoder = bool(config.is_encoder_decoder)
 
@@ -247,3 +262,44 @@ class PagedCache(Cache):  # type: ignore[misc]
             other.layers.append(twin)
         other._bind(self.state.copy([layer for layer in other.layers if isinstance(layer, PagedLayer)]))
         return other
+
+
+def estimated_block_bytes(config: PreTrainedConfig, block_size: int, kv_dtype: torch.dtype | None) -> int:
+    """Bytes of a block over all layers, as a forward on the meta device shows them: seconds for a large model, once.
+
+    Raises:
+        InvalidArgumentError: the model cannot be built or run there.
+    """
+    text = config.get_text_config(decoder=True)
+    dtype = kv_dtype or getattr(text, "dtype", None) or torch.float32
+    key = type(text), text.to_json_string(use_diff=False), dtype
+    if key not in _TOKEN_BYTES:
+        _TOKEN_BYTES[key] = _token_bytes(copy.deepcopy(text), dtype)
+    return block_size * _TOKEN_BYTES[key]
+
+
+class _Yes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers what models ask of values that are not there: whether a mask is of ones, a number in its range."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return True if args[0].dtype == torch.bool else 1
+        return function(*args, **kwargs or {})
+
+
+def _token_bytes(config: PreTrainedConfig, kv_dtype: torch.dtype) -> int:
+    own = PagedCache(config, block_size=1, num_blocks=_META_TOKENS, kv_dtype=kv_dtype)
+    cache = EncoderDecoderCache(own, DynamicCache()) if config.is_encoder_decoder else own
+    names = ("input_ids", "decoder_input_ids") if config.is_encoder_decoder else ("input_ids",)
+    try:
+        with torch.device("meta"), torch.no_grad(), _Yes():  # type: ignore[no-untyped-call]
+            # there is no product of experts but in bfloat16 there
+            is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
+            auto = AutoModelForCausalLM if is_causal else AutoModel
+            model = auto.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").eval()
+            ids = dict.fromkeys(names, torch.ones((1, 2), dtype=torch.long))
+            model(**ids, use_cache=True, **{cache_argument(model): cache})
+    except Exception as error:  # whatever a model's own code does not find there
+        unknown = f"what a block of {config.model_type} takes is not known before its first forward"
+        raise InvalidArgumentError(f"num_blocks: expected a number, as {unknown} ({error}), got None") from error
+    return own.pool.block_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache import LayerSpec
 from . import attention
-from .cache import PagedCache, layer_windows
+from .cache import PagedCache, cache_argument, group_windows
 from .compiling import CompiledStep
 from .identity import Identity, ModelWatch
 from .kv_pool import Pool
@@ -21,11 +20,6 @@ from .untraced import skipped, untraced
 
 Result = TypeVar("Result")
 ATTRIBUTE = "_pagedkv_patch"
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """The name of the cache argument of forward: ``cache`` from transformers 5.24 on, ``past_key_values`` before."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def placement(model: PreTrainedModel) -> Any:
@@ -67,7 +61,7 @@ class Patch:
         self.pool = Pool(
             num_blocks,
             block_size,
-            layer_windows(model.config),
+            group_windows(model.config),
             max_length=getattr(text, "max_position_embeddings", None) or 2048,
             kv_dtype=self.options["kv_dtype"],
             prefix_caching=prefix_caching,

@@ -22,8 +22,9 @@ Window = int | None
 class Pool:
     """Blocks for the attention layers of one model, shared by its caches.
 
-    Layers with equal windows form a group with a block table of its own. The i-th layers of all groups share one pair
-    of tensors where their shapes agree, so that nothing is reserved twice. Tensors follow the layer's device and type.
+    Layers form groups of about equal size (:func:`pagedkv.group_layers`), each of one window and with a block table of
+    its own. The i-th layers of all groups share one pair of tensors where their shapes agree, so that nothing is
+    reserved twice. Tensors follow the layer's device and type.
 
     Args:
         num_blocks: blocks, the null block included.

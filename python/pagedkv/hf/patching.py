@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..errors import boolean, refused
 from ..tensor_parallel import agreed_blocks
 from . import reuse
+from .cache import group_windows
 from .compiling import CompiledStep, can_capture
 from .handle import ATTRIBUTE, Patch, placement
 from .kv_pool import Pool, sized
@@ -23,7 +24,8 @@ from .probe import Probe, checked_attention, evaluation
 from .refusals import UnsupportedModelError, base_model, check_inputs_are_ids, check_model, failed, refuse
 
 Model = TypeVar("Model")
-_PROBE_BLOCKS, _PROBE_BLOCK_SIZE = 32, 16  # a larger block would need its memory before it is known how much
+# of each group of layers; a larger block would need its memory before it is known how much
+_PROBE_BLOCKS, _PROBE_BLOCK_SIZE = 32, 16
 
 
 def _target(model: Any) -> PreTrainedModel:
@@ -126,8 +128,8 @@ def _install(model: PreTrainedModel, handle: Patch) -> None:
 
 def _probe(model: PreTrainedModel, handle: Patch) -> None:
     """Run both ways, compare, and learn each layer's mode."""
-    block_size = min(handle.options["block_size"], _PROBE_BLOCK_SIZE)
-    handle.set_pool(model, _PROBE_BLOCKS, block_size, prefix_caching=False)
+    sizes = _PROBE_BLOCKS * len(group_windows(model.config)), min(handle.options["block_size"], _PROBE_BLOCK_SIZE)
+    handle.set_pool(model, *sizes, prefix_caching=False)
     with evaluation(model):
         generate = partial(handle.original_class.generate, model)
         probe = Probe(model, generate, handle.cache_name, handle.options["kv_dtype"])
@@ -138,7 +140,7 @@ def _probe(model: PreTrainedModel, handle: Patch) -> None:
                 raise
             # it does something to its masks or keys that the attention function can not see: leave its attention alone
             handle.switches = False
-            handle.set_pool(model, _PROBE_BLOCKS, block_size, prefix_caching=False)
+            handle.set_pool(model, *sizes, prefix_caching=False)
             _probe_paged(model, handle, probe)
 
 

@@ -13,9 +13,9 @@ import torch
 from transformers.masking_utils import create_masks_for_generate
 
 from . import reuse
-from .cache import PagedCache
+from .cache import PagedCache, cache_argument
 from .capturing import reads_blocks_only
-from .handle import Patch, cache_argument
+from .handle import Patch
 from .untraced import untraced
 
 

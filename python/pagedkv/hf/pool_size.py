@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..cache import LayerSpec, storage_type
+from ..cache import storage_type
 from ..errors import InvalidArgumentError, integer, refused
 from ..manager.blocks import MAX_BLOCKS
 
@@ -102,14 +102,3 @@ def blocks_for(block_bytes: int, memory: int | float | None, device: torch.devic
     if num_blocks < 2:
         raise refused("memory", f"room for two blocks of {block_bytes} bytes (one is the null block)", memory)
     return num_blocks if limit is None else min(num_blocks, limit)
-
-
-def estimated_block_bytes(config: Any, block_size: int, kv_dtype: torch.dtype | None) -> int:
-    """Bytes of a block over all layers, from the names that most configs use."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = v_head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):  # keys and values are stored per head, after the up-projection
-        heads = config.num_attention_heads
-        head_size, v_head_size = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    dtype = kv_dtype or getattr(config, "dtype", None) or torch.float32
-    return config.num_hidden_layers * block_size * LayerSpec(heads, head_size, v_head_size, dtype).bytes_per_token()  # type: ignore[no-any-return]

@@ -9,9 +9,17 @@ Each module imports only those before it::
 from __future__ import annotations
 
 from pagedkv.manager.allocation import Allocation
-from pagedkv.manager.groups import GroupSpec
+from pagedkv.manager.groups import GroupSpec, group_layers
 from pagedkv.manager.inspection import KVCacheStats, PrefixExplanation
 from pagedkv.manager.manager import KVCacheManager
 from pagedkv.manager.steps import DecodeStep
 
-__all__ = ["Allocation", "DecodeStep", "GroupSpec", "KVCacheManager", "KVCacheStats", "PrefixExplanation"]
+__all__ = [
+    "Allocation",
+    "DecodeStep",
+    "GroupSpec",
+    "KVCacheManager",
+    "KVCacheStats",
+    "PrefixExplanation",
+    "group_layers",
+]
