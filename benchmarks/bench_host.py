@@ -1,6 +1,6 @@
 """Host time of a call on the Triton path: the driver is faked, so that what is left is Python. Needs no GPU.
 
-``PYTHONPATH=. python benchmarks/bench_host.py``: microseconds per call of the launcher, and the Python-level calls and
+``python benchmarks/bench_host.py``: microseconds per call of the launcher, and the Python-level calls and
 memory blocks that it takes, which do not depend on how busy the machine is.
 """
 
@@ -12,11 +12,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from pagedkv_ops import _triton
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools import fake_driver
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BATCH = 32, 8, 128, 16, 8

@@ -10,7 +10,7 @@ step, goes on where a step fails, hangs or loses the device, and ends in time by
 left out. A figure stands beside its floor (bytes over the measured bandwidth, operations over the measured peak) and
 is refused where the result is wrong. ``--rehearse`` runs a part in small without a device, on Triton's interpreter.
 
-Exit status: 0 all results right, 1 something failed (DIR/PART.json says what), 2 no device.
+Exit status: 0 all that ran is right, 1 something failed (DIR/PART.json says what) or nothing ran, 2 no device.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rehearse", action="store_true", help="without a device")
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)  # of the process that does the work
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help()
+        parser.exit()
     return parser.parse_args(arguments)
 
 
@@ -57,9 +60,9 @@ def work(options: argparse.Namespace) -> int:
         traceback.print_exc()
         report.add("part", {"error": described(error)})
     report.write()
-    found = report.failures()
-    print("\n".join(found) or "all results right", flush=True)
-    return 1 if found else 0
+    text, is_right = report.verdict()
+    print(text, flush=True)
+    return 0 if is_right else 1
 
 
 def main() -> int:

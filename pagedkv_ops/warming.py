@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import QUANTISED_MAX
+from .checks import QUANTISED_MAX, check_paged_attention
 
 
 def warm_up(
@@ -29,20 +29,21 @@ def warm_up(
     capture of a CUDA graph is refused.
 
     Args:
-        key_cache: as in :func:`write_kv`; on CPU there is nothing to compile.
+        key_cache: as in :func:`write_kv`; on CPU arguments are checked, and there is nothing to compile.
         value_cache: likewise.
         num_heads: of the queries.
         max_batch: sequences of a step.
         max_tokens: query tokens of a step.
         max_blocks: columns of the block table.
         dtype: of queries and new tokens; default that of the caches.
-        **options: keyword arguments of :func:`paged_attention` that the calls will have.
+        **options: keyword arguments of :func:`paged_attention_append` that the calls will have.
 
     Returns:
         The number of kernels that are ready.
 
     Raises:
         RuntimeError: a shape, type, device or option does not fit, or a size is below 1.
+        TypeError: attention has no such option.
 
     >>> import torch
     >>> caches = torch.zeros(2, 8, 16, 2, 64).unbind(0)
@@ -52,11 +53,15 @@ def warm_up(
     for name, size in (("max_batch", max_batch), ("max_tokens", max_tokens), ("max_blocks", max_blocks)):
         if size < 1:
             raise RuntimeError(f"warm_up: {name} must be at least 1, got {size}")
-    if not key_cache.is_cuda:
-        return 0
-    if key_cache.dtype in QUANTISED_MAX:  # as the ops, until the kernels can read them
+    if key_cache.is_cuda and key_cache.dtype in QUANTISED_MAX:  # as the ops, until the kernels can read them
         found = str(key_cache.dtype).removeprefix("torch.")
         raise RuntimeError(f"warm_up: the caches must be float32, float16 or bfloat16 on CUDA, got {found}")
+    query = key_cache.new_empty((1, num_heads, key_cache.size(-1)), dtype=dtype or key_cache.dtype)
+    table, lengths = (key_cache.new_empty(shape, dtype=torch.int32) for shape in ((1, 1), (1,)))
+    reads = {name.removesuffix("_cache"): value for name, value in options.items()}  # scales that a write fills
+    check_paged_attention(query, key_cache, value_cache, table, lengths, op="warm_up", **reads)
+    if not key_cache.is_cuda:
+        return 0
     sizes = (num_heads, max_batch, max_tokens, max_blocks)
     return _compile_steps((key_cache, value_cache), *sizes, dtype or key_cache.dtype, options)
 

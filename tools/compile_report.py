@@ -242,6 +242,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     options = parser.parse_args()
     wanted = [(arch, name) for arch in TARGETS for name in cases(arch) if options.only in f"{arch} {name}"]
+    if not wanted:
+        parser.error(f"--only: expected part of a row's target and name, got {options.only!r}")
     lines, found = [HEADER, "|" + " --- |" * (HEADER.count("|") - 1)], []
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         for line, row_problems in pool.map(row_of, *zip(*wanted, strict=True)):

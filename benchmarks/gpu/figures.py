@@ -18,7 +18,7 @@ from . import checks, device, inputs, parallel, timing
 from .device import DEVICE, DTYPE, REHEARSAL
 from .inputs import SHAPES, Shape
 from .parallel import Call
-from .report import Record, Report, Step, described
+from .report import ENVIRONMENT, Record, Report, Step, described
 
 CEILINGS = "ceilings"
 GOALS = {  # of the ratio; of the peer's time over ours
@@ -200,7 +200,7 @@ def run(report: Report, out: Path) -> bool:
 
     right = ("gate", CEILINGS)
     steps = [
-        Step("environment", 0, device.facts),
+        Step(ENVIRONMENT, 0, device.facts),
         Step("gate", 20, lambda: gate(min(report.deadline, time.time() + 90))),
         Step(CEILINGS, 10, ceilings),
         Step("compilation", 20, lambda: compile_all(min(report.deadline, time.time() + 60)), ("gate",)),

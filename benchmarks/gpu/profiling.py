@@ -17,7 +17,7 @@ from pathlib import Path
 from . import device, launches
 from .inputs import SHAPES
 from .parallel import Call
-from .report import Record, Report, Step
+from .report import ENVIRONMENT, Record, Report, Step
 
 METRICS = {
     "gpu__time_duration.sum": "nanoseconds",
@@ -132,7 +132,7 @@ def sanitized(check: str, name: str, seconds: float, out: str) -> Record:
 
 def run(report: Report, out: Path) -> bool:
     """The counters one by one, as they need the device for themselves; the checks side by side."""
-    steps = [Step("environment", 0, device.facts)]
+    steps = [Step(ENVIRONMENT, 0, device.facts)]
     for name in launches.LARGE:
         call = lambda name=name: counters(name, min(60, report.left() - 2), out)  # noqa: E731
         steps.append(Step(f"counters: {name}", 12, call))

@@ -15,6 +15,8 @@ from . import parallel
 
 Record = dict[str, Any]
 RUNNING = "running"
+ENVIRONMENT = "environment"  # the step that reports facts alone
+_UNDONE = ("error", "left_out", "refused", "skipped")
 
 
 class Step(NamedTuple):
@@ -58,6 +60,16 @@ class Report:
     def failures(self) -> list[str]:
         """Wrong results, errors and lost steps; not what was left out, skipped or refused for another's failure."""
         return [f"{name}: {record['error']}" for name, record in self.steps.items() if "error" in record]
+
+    def verdict(self) -> tuple[str, bool]:
+        """What to say at the end; and whether any step ran and none failed."""
+        records = [record for name, record in self.steps.items() if name != ENVIRONMENT]
+        counts = {kind: sum(kind in record for record in records) for kind in _UNDONE}
+        num_right = sum(not set(_UNDONE) & set(record) for record in records)
+        undone = [f"{count} {kind.replace('_', ' ')}" for kind, count in counts.items() if count]
+        text = ", ".join([f"{num_right} steps right" if num_right else "no step ran to its end", *undone])
+        failures = self.failures()
+        return "\n".join([*failures, text]), num_right > 0 and not failures
 
     def add(self, name: str, record: Record) -> None:
         self.steps[name] = record

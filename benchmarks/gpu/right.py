@@ -9,7 +9,7 @@ import torch
 
 from . import checks, device, kernel_tests
 from .parallel import Call
-from .report import Report, Step
+from .report import ENVIRONMENT, Report, Step
 
 _MODELS = {
     "engine, eager": ("gpu.models:check_engine", (False, False)),
@@ -34,7 +34,7 @@ def calls(prefix: str = "") -> list[Call]:
 
 
 def run(report: Report, out: Path) -> None:
-    report.run([Step("environment", 0, device.facts)])
+    report.run([Step(ENVIRONMENT, 0, device.facts)])
     report.run_parallel(calls())
     if torch.cuda.device_count() < 2:
         report.add("a device that is not current", {"skipped": "one device"})

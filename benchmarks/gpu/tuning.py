@@ -19,7 +19,7 @@ from . import device, inputs, parallel, timing
 from .device import REHEARSAL
 from .inputs import Shape, batch
 from .parallel import Call
-from .report import Record, Report, Step
+from .report import ENVIRONMENT, Record, Report, Step
 
 KEYS = [(kind, 2, width) for width in (128, 64, 256) for kind in ("decode", "prefill")]  # kind, operand bytes, width
 _GAIN = 0.97  # of the present row's time: less is noise
@@ -55,6 +55,9 @@ def _set_row(key: list[Any], row: list[Any]) -> None:
 
     _table()[tuple(key)] = tuple(row)
     replay.forget()  # plans of calls were made with the row before
+
+
+_REHEARSED = "# Of a rehearsal: times of an interpreter, nothing to keep.\n"
 
 
 def _tool() -> Any:
@@ -123,7 +126,7 @@ def tune(key: Any, deadline: float, out: Path) -> Record:
     times = {names[name]: r["milliseconds"] for name, r in measured.items() if "milliseconds" in r}
     best, ratio = choose(present, times)
     table[key] = best
-    (out / "tuned.py").write_text(_tool().render(table))
+    (out / "tuned.py").write_text((_REHEARSED if REHEARSAL else "") + _tool().render(table))
     spread = {str(list(row)): took for row, took in sorted(times.items(), key=lambda item: math.prod(item[1].values()))}
     return record | {"timed": len(times), "best": list(best), "time_of_present": ratio, "milliseconds": spread}
 
@@ -135,7 +138,7 @@ def run(report: Report, out: Path) -> bool:
         row = report.steps.get(_name(key), {}).get("best")
         if row is not None:
             _table()[key] = tuple(row)
-    steps = [Step("environment", 0, device.facts)]
+    steps = [Step(ENVIRONMENT, 0, device.facts)]
     for i, key in enumerate(keys):
         share = lambda i=i: time.time() + report.left() / min(2, len(keys) - i)  # noqa: E731  (the first get most)
         steps.append(Step(_name(key), 40, lambda key=key, share=share: tune(key, share(), out)))

@@ -142,6 +142,31 @@ def test_without_a_device_nothing_is_measured(tmp_path: Path) -> None:
     assert not (tmp_path / "figures.json").exists()
 
 
+def test_a_call_in_which_nothing_ran_does_not_say_that_all_is_right(tmp_path: Path) -> None:
+    status, steps = rehearse("figures", tmp_path, "no such step")
+    assert status == 1
+    assert not steps
+    steps = {"environment": {}, "a": {"left_out": "no time"}, "b": {"skipped": "ncu is not installed"}}
+    verdict = of_steps(tmp_path, steps).verdict()
+    assert verdict == ("no step ran to its end, 1 left out, 1 skipped", False)
+    assert of_steps(tmp_path, steps | {"c": {}}).verdict() == ("1 steps right, 1 left out, 1 skipped", True)
+    failed = of_steps(tmp_path, steps | {"c": {}, "d": {"error": "wrong"}}).verdict()
+    assert failed == ("d: wrong\n1 steps right, 1 error, 1 left out, 1 skipped", False)
+
+
+def of_steps(path: Path, steps: dict[str, Any]) -> report.Report:
+    made = report.Report(path / "none.json", 0.0)
+    made.steps = steps
+    return made
+
+
+def test_without_arguments_the_four_calls_are_said() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    for part in ("right", "figures", "tune", "profile"):
+        assert f"gpu_check.py {part} --out DIR" in done.stdout
+
+
 # No figures on wrong results.
 
 

@@ -88,3 +88,11 @@ def test_settings_that_no_step_has_are_refused() -> None:
     for name in ("max_batch", "max_tokens", "max_blocks"):
         with pytest.raises(RuntimeError, match=f"warm_up: {name} must be at least 1, got 0"):
             pagedkv_ops.warm_up(*caches(), **sizes | {name: 0})
+
+
+def test_what_attention_refuses_is_refused_on_cpu_too() -> None:
+    sizes = {"max_batch": 1, "max_tokens": 1, "max_blocks": 1}
+    with pytest.raises(RuntimeError, match=r"^warm_up: query.size\(1\) must be a multiple of 2"):
+        pagedkv_ops.warm_up(*caches(), num_heads=3, **sizes)
+    with pytest.raises(TypeError, match="foo"):
+        pagedkv_ops.warm_up(*caches(), num_heads=4, foo=1, **sizes)
