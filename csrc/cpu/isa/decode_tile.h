@@ -134,7 +134,7 @@ PAGEDKV_INLINE void tile_scores(const TileContext& c, const Pack& pack, Vec* sco
     } else {
       tokens(0, kTokens);
     }
-    scores[v] = reduce_lanes(acc);
+    scores[v] = reduce_lanes(acc) * broadcast(kGroupFactor<T>);
   }
 }
 

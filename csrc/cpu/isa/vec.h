@@ -16,6 +16,7 @@
 //   store_pair<T>(float*, a, b)      writes the 2 * kLanes floats of such a pair in natural order
 //   kGroup<T>                        vectors that are loaded at once: a pair, or four of bytes, which are a line
 //   load_group(const T*, Vec*)       load_group_first, group_index, store_group: as for pairs; n: elements of the group
+//   kGroupFactor<T>                  what load_group has divided the elements by
 //   interleave(a, b)                 a0 b0 a1 b1 ...
 //   fma(a, b, c)                     a * b + c, rounded once where kFusesMultiplyAdd
 //   max(a, b) min(a, b)              NaN in b is kept
@@ -72,6 +73,14 @@ PAGEDKV_INLINE void store_pair(float* p, Vec a, Vec b) {
 
 template <typename T>
 constexpr int kGroup = sizeof(T) == 1 && kRegisters == 32 ? 4 : 2;
+// load_group gives the elements over this, a power of two that scores and results take back.
+#if defined(PAGEDKV_ISA_AVX2)
+template <typename T>
+constexpr float kGroupFactor = DTypeOf<T>::value == DType::kFloat8E4M3 ? 0x1p8f : 1.0f;
+#else
+template <typename T>
+constexpr float kGroupFactor = 1.0f;
+#endif
 template <typename T>
 PAGEDKV_INLINE void load_group(const T* p, Vec* v) {
   if constexpr (kGroup<T> == 2) {
@@ -88,7 +97,7 @@ PAGEDKV_INLINE void load_group_first(const T* p, int64_t n, Vec* v) {
   } else {
     for (int i = 0; i < kGroup<T>; ++i) {
       const int64_t rest = n - i * kLanes;
-      v[i] = rest > 0 ? load_first(p + i * kLanes, min_of<int64_t>(rest, kLanes)) : zero();
+      v[i] = rest >= kLanes ? load(p + i * kLanes) : rest > 0 ? load_first(p + i * kLanes, rest) : zero();
     }
   }
 }
@@ -106,7 +115,8 @@ PAGEDKV_INLINE int group_index(int lane, [[maybe_unused]] int64_t n) {
 template <typename T>
 PAGEDKV_INLINE void store_group(float* p, const float* group, int64_t n) {
   if constexpr (kGroup<T> == 2) {
-    store_pair<T>(p, load(group), load(group + kLanes));
+    const Vec factor = broadcast(kGroupFactor<T>);
+    store_pair<T>(p, load(group) * factor, load(group + kLanes) * factor);
   } else {
     for (int i = 0; i < kGroup<T> * kLanes; ++i) p[group_index<T>(i, n)] = group[i];
   }
@@ -133,6 +143,7 @@ PAGEDKV_INLINE PairBits broadcast_two(const BFloat16*) { return PairBits{}; }
 
 // Of quantised types, from float32 in one rounding: in two, by way of float16, some would come out wrong.
 typedef uint32_t Words __attribute__((vector_size(sizeof(Vec))));
+typedef int32_t Integers __attribute__((vector_size(sizeof(Vec))));
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 template <typename T>
 PAGEDKV_INLINE Words narrow_quantised(Vec v) {
@@ -144,19 +155,26 @@ PAGEDKV_INLINE Words narrow_quantised(Vec v) {
     // adding it rounds at the smallest denormal
     constexpr uint32_t kMagic = static_cast<uint32_t>(127 + 24 - T::kBias - T::kMantissa) << 23;
     const Words bits = reinterpret_cast<Words>(v), magnitude = bits & 0x7fffffff, magic = Words{} + kMagic;
+    const auto is_less = [](Words a, Words b) PAGEDKV_LAMBDA {  // of magnitudes: AVX2 compares only signed numbers
+      return reinterpret_cast<Integers>(a) < reinterpret_cast<Integers>(b);
+    };
     const Words normal =
         (magnitude - kRebias + ((1u << (kDropped - 1)) - 1) + ((magnitude >> kDropped) & 1)) >> kDropped;
     const Words tiny = reinterpret_cast<Words>(reinterpret_cast<Vec>(magnitude) + reinterpret_cast<Vec>(magic)) - magic;
-    Words result = magnitude < kFirstNormal ? tiny : normal;
-    result = magnitude > 0x7f800000 ? Words{} + 0x7f : result;
+    Words result = is_less(magnitude, Words{} + kFirstNormal) ? tiny : normal;
+    result = is_less(Words{} + 0x7f800000, magnitude) ? Words{} + 0x7f : result;
     return result | ((bits >> 24) & 0x80);
   }
 }
 template <typename T>
   requires(sizeof(T) == 1)
 PAGEDKV_INLINE void store(T* p, Vec v) {
-  // Without the mask GCC 12 takes int8 apart element by element.
-  const Bytes bytes = __builtin_convertvector(narrow_quantised<T>(v) & 0xff, Bytes);
+  const Words words = narrow_quantised<T>(v) & 0xff;  // without the mask GCC 12 takes int8 apart element by element
+#if defined(PAGEDKV_ISA_AVX2)
+  const Bytes bytes = low_bytes(reinterpret_cast<__m256i>(words));
+#else
+  const Bytes bytes = __builtin_convertvector(words, Bytes);
+#endif
   __builtin_memcpy(p, &bytes, sizeof(bytes));
 }
 template <typename T>

@@ -73,6 +73,16 @@ PAGEDKV_INLINE __m128i narrow(const BFloat16*, Vec v) {
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0xd8);
   return _mm256_castsi256_si128(packed);
 }
+// Of words below 256; GCC 12 makes 40 instructions of __builtin_convertvector.
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+PAGEDKV_INLINE Bytes low_bytes(__m256i words) {
+  const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  return reinterpret_cast<Bytes>(_mm_cvtsi128_si64(_mm_packus_epi16(halves, halves)));
+}
+PAGEDKV_INLINE __m256i low_bytes(const __m256i (&words)[4]) {
+  const __m256i a = _mm256_packus_epi32(words[0], words[1]), b = _mm256_packus_epi32(words[2], words[3]);
+  return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(a, b), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
 PAGEDKV_INLINE void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
 template <typename T>
 PAGEDKV_INLINE void store(T* p, Vec v) {
@@ -92,10 +102,27 @@ PAGEDKV_INLINE void load_pair(const BFloat16* p, Vec& even, Vec& odd) {
   even = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
   odd = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
 }
-PAGEDKV_INLINE void load_pair_first(const BFloat16* p, int64_t n, Vec& even, Vec& odd) {
-  alignas(32) BFloat16 copy[2 * kLanes] = {};
+// 16 elements converted at once; without the factor 2^8 of their group (kGroupFactor).
+PAGEDKV_INLINE void load_pair(const Float8E4M3* p, Vec& a, Vec& b) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __m256i moved = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), largest = _mm256_set1_epi16(0x3f80);
+  const __m256i nan = _mm256_cmpeq_epi16(_mm256_and_si256(moved, largest), largest);
+  const __m256i sign_and_value = _mm256_and_si256(moved, _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+  const __m256i halves = _mm256_or_si256(sign_and_value, nan);
+  a = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+  b = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+}
+PAGEDKV_INLINE void load_pair(const Float8E5M2* p, Vec& a, Vec& b) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), none = _mm_setzero_si128();
+  a = _mm256_cvtph_ps(_mm_unpacklo_epi8(none, bytes));
+  b = _mm256_cvtph_ps(_mm_unpackhi_epi8(none, bytes));
+}
+template <typename T>
+  requires(DTypeOf<T>::value == DType::kBFloat16 || DTypeOf<T>::value >= DType::kFloat8E4M3)
+PAGEDKV_INLINE void load_pair_first(const T* p, int64_t n, Vec& a, Vec& b) {
+  alignas(32) T copy[2 * kLanes] = {};
   for (int64_t i = 0; i < n; ++i) copy[i] = p[i];
-  load_pair(copy, even, odd);
+  load_pair(copy, a, b);
 }
 PAGEDKV_INLINE void interleave(Vec& a, Vec& b) {
   const Vec low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
