@@ -241,6 +241,20 @@ def test_every_stored_byte_is_read_as_torch_reads_it(dtype):
             torch.testing.assert_close(out[-1, 0], expected[:columns], rtol=1e-6, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", TYPES[1:])
+@pytest.mark.parametrize("heads", [1, 2, 4, 9])
+def test_nan_in_a_key_reaches_every_head_that_sees_it(dtype, heads):
+    for columns in (256, 93, 24):
+        key = torch.zeros(1, 2, 1, columns)
+        key[0, 1, 0, columns - 1] = math.nan
+        caches, query = (key.to(dtype), torch.ones_like(key).to(dtype)), torch.ones(2, heads, columns)
+        scales = {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
+        lengths = torch.tensor([1, 2])
+        out = pagedkv_ops.paged_attention(query, *caches, torch.zeros(2, 1, dtype=torch.int64), lengths, **scales)
+        assert out[0].eq(1).all()
+        assert out[1].isnan().all()
+
+
 @EVERY_TYPE
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("out", FLOATS)
