@@ -42,6 +42,7 @@ from .builders import (
     strided_index,
 )
 from .memory import guarded, sparse
+from .quantised import KINDS, LARGEST, TYPES, append_args, make_quantised, new_scales, write_options
 
 SOFTCAPS = (5.0, 5.0, 1e-50, 1e-30, 3e38, 1e300)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -86,29 +87,31 @@ def attention_call(rng: random.Random, op: str) -> Call:
     if not options.get("causal", True):
         options |= rng.choice([{}, {"window_right": window(rng)}, {"window_left": 3, "window_right": 0}])
     query_lens, seq_lens = random_lengths(rng)
-    case = make_case(
-        query_lens=query_lens,
-        seq_lens=seq_lens,
-        heads=(num_heads, num_kv_heads),
-        head_size=rng.choice([1, 7, 16, 33, 64, 130]),
-        v_head_size=rng.choice([None, 1, 5, 16, 40]),
-        block_size=rng.choice([1, 2, 3, 4, 16, 31]),
-        dtype=rng.choice(FLOATS),
-        cache_dtype=rng.choice((None, *FLOATS)),
-        index_dtype=rng.choice(INDEX_DTYPES),
-        layout=rng.choice(["nhd", "hnd", "interleaved"]),
-        strided=rng.random() < 0.3,
+    shape: dict[str, Any] = {
+        "query_lens": query_lens,
+        "seq_lens": seq_lens,
+        "heads": (num_heads, num_kv_heads),
+        "head_size": rng.choice([1, 7, 16, 33, 64, 130]),
+        "v_head_size": rng.choice([None, 1, 5, 16, 40]),
+        "block_size": rng.choice([1, 2, 3, 4, 16, 31]),
+        "dtype": rng.choice(FLOATS),
+        "index_dtype": rng.choice(INDEX_DTYPES),
+        "layout": rng.choice(["nhd", "hnd", "interleaved"]),
+        "strided": rng.random() < 0.3,
         # a table that is wrong but in range shows other blocks, whose masked NaN the reference lets through
-        fill=0.5 if invalid else math.nan,
-        padding_rows=rng.choice([0, 0, 2]),
-        options=attention_options(num_heads, alibi=rng.random() < 0.2, sinks=rng.random() < 0.2, **options),
-        seed=rng.randrange(2**31),
-        placement_seed=rng.randrange(2**31),
-    )
-    if op == "paged_attention_append":
-        call = dict(zip(APPEND_ARGUMENTS, case.append_args(), strict=True))
+        "fill": 0.5 if invalid else math.nan,
+        "padding_rows": rng.choice([0, 0, 2]),
+        "options": attention_options(num_heads, alibi=rng.random() < 0.2, sinks=rng.random() < 0.2, **options),
+        "seed": rng.randrange(2**31),
+        "placement_seed": rng.randrange(2**31),
+    }
+    appends = op == "paged_attention_append"
+    if query_lens and rng.random() < 0.4:
+        call = quantised_attention(rng, appends, invalid, shape)
     else:
-        call = dict(zip(ATTENTION_ARGUMENTS, case.args, strict=True))
+        case = make_case(**shape, cache_dtype=rng.choice((None, *FLOATS)))
+        names, args = (APPEND_ARGUMENTS, case.append_args()) if appends else (ATTENTION_ARGUMENTS, case.args)
+        call = dict(zip(names, args, strict=True)) | case.options
     if invalid:
         target = rng.choice(["block_table", "seq_lens", "cu_seqlens_q", "slot_mapping", "width"])
         if target == "width":
@@ -117,7 +120,23 @@ def attention_call(rng: random.Random, op: str) -> Call:
             spoil_slots(rng, call[target])
         elif call.get(target) is not None:
             call[target] = spoil(rng, call[target])
-    return op, call | case.options
+    return op, call
+
+
+def quantised_kinds(rng: random.Random) -> tuple[Any, Any]:  # types, kinds of scale: of keys and of values
+    return (rng.choice(TYPES), rng.choice(TYPES)), (rng.choice(KINDS), rng.choice(KINDS))
+
+
+def quantised_attention(rng: random.Random, appends: bool, invalid: bool, shape: dict[str, Any]) -> dict[str, Any]:
+    case, written = make_quantised(*quantised_kinds(rng), **shape)
+    if invalid:  # as with the fill of other caches
+        for tensor in (case.key_cache, case.value_cache, *case.options.values()):
+            if isinstance(tensor, Tensor):
+                tensor.copy_(tensor.float().nan_to_num(0.5).to(tensor.dtype))
+    if not appends:
+        return dict(zip(ATTENTION_ARGUMENTS, case.args, strict=True)) | case.options
+    options = {name: value for name, value in case.options.items() if name not in ("k_scale", "v_scale")}
+    return dict(zip(APPEND_ARGUMENTS, append_args(case), strict=True)) | options | written
 
 
 def spoil_slots(rng: random.Random, slots: Tensor) -> None:
@@ -128,15 +147,16 @@ def spoil_slots(rng: random.Random, slots: Tensor) -> None:
             slots[rng.randrange(slots.numel())] = value
 
 
-def random_pool(rng: random.Random) -> tuple[Tensor, Tensor]:
+def random_pool(rng: random.Random, types: tuple[torch.dtype, ...] = FLOATS) -> tuple[Tensor, Tensor]:
     caches = make_caches(
         rng.choice([1, 2, 5, 9]),
         rng.choice([1, 3, 4, 16]),
         rng.choice([1, 2, 5]),
         rng.choice([1, 7, 16, 64, 130]),
         rng.choice([1, 5, 16, 96]),
-        rng.choice(FLOATS),
+        rng.choice(types),
         rng.choice(["nhd", "hnd", "interleaved"]),
+        0.0,
     )
     for cache in caches:
         cache.copy_(torch.arange(cache.numel()).view(cache.shape) % 127)
@@ -145,27 +165,33 @@ def random_pool(rng: random.Random) -> tuple[Tensor, Tensor]:
 
 def write_call(rng: random.Random) -> Call:
     key_cache, value_cache = random_pool(rng)
-    num_slots = key_cache.size(0) * key_cache.size(1)
+    types, kinds = quantised_kinds(rng)
+    if quantised := rng.random() < 0.5:
+        key_cache, value_cache = (c.to(dtype) for c, dtype in zip((key_cache, value_cache), types, strict=True))
     num_tokens = rng.choice([0, 1, 2, 7, 40])
     key, value = (
         torch.randn(num_tokens, cache.size(2), cache.size(3)).to(rng.choice(FLOATS))
         for cache in (key_cache, value_cache)
     )
     slots = torch.full((max(0, num_tokens - rng.choice([0, 0, 1])),), -1)
-    order = torch.randperm(num_slots)[: slots.numel()]
+    order = torch.randperm(key_cache.size(0) * key_cache.size(1))[: slots.numel()]
     slots[: order.numel()] = order
     slots = slots.to(rng.choice(INDEX_DTYPES))
+    scales: dict[str, Tensor] = {}
+    if quantised:
+        tensors = zip(kinds, types, (key, value), (key_cache, value_cache), strict=True)
+        scales = write_options(kinds, tuple(new_scales(*each) for each in tensors))  # type: ignore[arg-type]
     if rng.random() < 0.3:
         key, value, slots = sliced(key), sliced(value), strided_index(slots)
     if rng.random() < 0.5:
         spoil_slots(rng, slots)
-    return "write_kv", dict(zip(WRITE_ARGUMENTS, (key, value, key_cache, value_cache, slots), strict=True))
+    return "write_kv", dict(zip(WRITE_ARGUMENTS, (key, value, key_cache, value_cache, slots), strict=True)) | scales
 
 
 def mapping_call(rng: random.Random, op: str) -> Call:
     if rng.random() < 0.3:
         return aliased_call(rng, op)
-    src, other = random_pool(rng)
+    src, other = random_pool(rng, (*FLOATS, *TYPES))
     dst = torch.zeros(rng.choice([1, 4, 10]), *src.shape[1:], dtype=src.dtype) if rng.random() < 0.7 else src
     num_dst = dst.size(0) if op == "swap_blocks" else src.size(0)
     count = rng.randint(0, num_dst)
@@ -205,7 +231,7 @@ def aliased_call(rng: random.Random, op: str) -> Call:
 
 
 def gather_call(rng: random.Random) -> Call:
-    cache, _ = random_pool(rng)
+    cache, _ = random_pool(rng, (*FLOATS, *TYPES))
     batch, width = rng.choice([0, 1, 3]), rng.choice([0, 1, 2, 5])
     dtype = rng.choice(INDEX_DTYPES)
     table = torch.randint(cache.size(0), (batch, width)).to(dtype)
@@ -213,6 +239,9 @@ def gather_call(rng: random.Random) -> Call:
     if rng.random() < 0.5:
         spoil(rng, rng.choice([table, seq_lens]))
     call = {"cache": cache, "block_table": table, "seq_lens": seq_lens, "max_len": rng.choice([0, 1, 5, 16, 90])}
+    if cache.dtype in TYPES:
+        shape = rng.choice([cache.shape[:3], cache.shape[2:3], (1,)])
+        call |= {"scale": torch.rand(shape) / LARGEST[cache.dtype], "dtype": rng.choice((None, *FLOATS))}
     return "gather_kv", call
 
 
@@ -271,7 +300,8 @@ def outcome(function: Any, call: dict[str, Any]) -> tuple[Any, str | None]:
 def assert_same_tensors(call: dict[str, Any], after: dict[str, Any]) -> None:
     for now, then in zip(tree_leaves(call), tree_leaves(after), strict=True):
         if isinstance(now, Tensor):
-            torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
+            bits = torch.int8 if now.dtype in TYPES else now.dtype
+            torch.testing.assert_close(now.view(bits), then.view(bits), rtol=0, atol=0, equal_nan=True)
 
 
 def assert_close(actual: Any, expected: Any, bound: float) -> None:
@@ -294,7 +324,7 @@ def check(seed: int) -> bool:
         assert_same_tensors(call, before)
         return False
     # the types of query and cache both round
-    bound = max(TOLERANCE[t.dtype] for t in tree_leaves(call) if isinstance(t, Tensor) and t.dtype in TOLERANCE)
+    bound = max(TOLERANCE.get(t.dtype, 0.0) for t in tree_leaves(call) if isinstance(t, Tensor))
     assert_same_tensors(call, reference_call)
     assert_close(actual, expected, bound)
     truth = getattr(oracle, op)(**oracle_call)

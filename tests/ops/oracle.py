@@ -72,6 +72,8 @@ def paged_attention_with_lse(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     num_splits: int = 0,
 ) -> tuple[Tensor, Tensor]:
     num_tokens, num_heads, head_size = query.shape
@@ -85,7 +87,8 @@ def paged_attention_with_lse(
         for row, seen in enumerate(visible_keys(query_len, seq_len, causal, window_left, window_right)):
             blocks = [int(block_table[b, key // block_size]) for key in seen]
             offsets = [key % block_size for key in seen]
-            keys, values = (_wide(cache[blocks, offsets]) for cache in (key_cache, value_cache))
+            keys = _wide(_dequantised(key_cache, k_scale, blocks, offsets))
+            values = _wide(_dequantised(value_cache, v_scale, blocks, offsets))
             distance = np.array(seen, dtype=float) - (seq_len - query_len + row)
             for head in range(num_heads):
                 token = bounds[b] + row
@@ -105,13 +108,50 @@ def paged_attention(*args: Any, **options: Any) -> Tensor:
     return paged_attention_with_lse(*args, **options)[0]
 
 
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def _dequantised(cache: Tensor, scale: Tensor | None, blocks: list[int], offsets: list[int]) -> Tensor:
+    """Tokens [n, Hkv, D] as the numbers that they stand for; quantised ones in float32."""
+    tokens = cache[blocks, offsets]
+    if scale is None:
+        return tokens
+    return tokens.float() * (scale[blocks, offsets] if scale.dim() == 3 else scale)[..., None]
+
+
+def _quantised(rows: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
+    """Finite rows [n, Hkv, D] divided by scales [n, Hkv], [Hkv] or [1] and rounded; rows without a scale are zeros."""
+    divisors = np.broadcast_to(scale.numpy()[..., None], rows.shape)
+    quotients = np.divide(rows.float().numpy(), divisors, out=np.zeros(rows.shape, np.float32), where=divisors != 0)
+    largest = _largest(dtype)
+    limited = np.clip(quotients, -largest, largest)
+    return torch.from_numpy(np.rint(limited) if dtype == torch.int8 else limited).to(dtype)
+
+
+def _largest(dtype: torch.dtype) -> np.float32:
+    return np.float32(127 if dtype == torch.int8 else torch.finfo(dtype).max)
+
+
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None,
+) -> None:
     block_size = key_cache.size(1)
-    for cache, rows in ((key_cache, key), (value_cache, value)):
-        rounded = _bits(rows.to(cache.dtype, copy=True))
+    written = ((key_cache, key, k_scale, k_scale_cache), (value_cache, value, v_scale, v_scale_cache))
+    for cache, rows, scale, scale_cache in written:
+        if scale_cache is not None:
+            scale = torch.from_numpy(np.abs(rows.float().numpy()).max(2, initial=0) / _largest(cache.dtype))
+        rounded = _bits(rows.to(cache.dtype, copy=True) if scale is None else _quantised(rows, cache.dtype, scale))
         for token, slot in enumerate(slot_mapping.tolist()):
             if slot >= 0:
-                _bits(cache)[slot // block_size, slot % block_size] = rounded[token]
+                place = slot // block_size, slot % block_size
+                _bits(cache)[place] = rounded[token]
+                if scale_cache is not None and scale is not None:
+                    scale_cache[place] = scale[token]
 
 
 def paged_attention_append(
@@ -122,10 +162,14 @@ def paged_attention_append(
     value_cache: Tensor,
     slot_mapping: Tensor,
     *args: Any,
+    k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     query = query.clone()
-    write_kv(key, value, key_cache, value_cache, slot_mapping)
+    fixed = (options.get("k_scale"), options.get("v_scale"))
+    write_kv(key, value, key_cache, value_cache, slot_mapping, *fixed, k_scale_cache, v_scale_cache)
+    options |= {name: s for name, s in (("k_scale", k_scale_cache), ("v_scale", v_scale_cache)) if s is not None}
     return paged_attention(query, key_cache, value_cache, *args, **options)
 
 
@@ -153,10 +197,20 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     _bits(dst)[to_ids] = _bits(src)[from_ids].copy()
 
 
-def gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int) -> Tensor:
+def gather_kv(
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    max_len: int,
+    *,
+    scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     block_size = cache.size(1)
-    out = torch.zeros(seq_lens.size(0), max_len, *cache.shape[2:], dtype=cache.dtype)
+    dtype = dtype or (cache.dtype if scale is None else torch.float32)
+    out = torch.zeros(seq_lens.size(0), max_len, *cache.shape[2:], dtype=dtype)
     for b, length in enumerate(seq_lens.tolist()):
         for i in range(min(length, max_len)):
-            _bits(out)[b, i] = _bits(cache)[int(block_table[b, i // block_size]), i % block_size]
+            tokens = _dequantised(cache, scale, [int(block_table[b, i // block_size])], [i % block_size])
+            _bits(out)[b, i] = _bits(tokens.to(dtype))[0]
     return out

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagedkv_ops import reference
 
-from .builders import Case, make_caches, make_case
+from .builders import Case, make_caches, make_case, sliced
 
 TYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -61,3 +61,19 @@ def make_quantised(types: tuple[torch.dtype, torch.dtype], kinds: tuple[str, str
             exact[visible] = cache[blocks, offsets].double() * used.double()[..., None]
             rows[b] = exact
     return case, written
+
+
+def append_args(case: Case) -> tuple[Any, ...]:
+    """The last query token of each sequence is written anew: what is stored comes out as it is."""
+    key, value = (torch.zeros(case.query.size(0), *cache.shape[2:]) for cache in (case.key_cache, case.value_cache))
+    slots = torch.full((case.query.size(0),), -1, dtype=case.seq_lens.dtype)
+    row = -1
+    for b, (query_len, seq_len) in enumerate(zip(case.spec.query_lens, case.spec.seq_lens, strict=True)):
+        row += query_len
+        if query_len and seq_len:
+            key[row], value[row] = case.keys[b][-1], case.values[b][-1]
+            slots[row] = case.slots(b, range(seq_len - 1, seq_len))[0]
+    if case.spec.strided:
+        key, value = sliced(key), sliced(value)
+    query, *caches = case.args[:3]
+    return (query, key, value, *caches, slots, *case.args[3:])

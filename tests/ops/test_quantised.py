@@ -15,8 +15,8 @@ import pagedkv_ops
 from pagedkv_ops import reference
 from pagedkv_ops.testing import assert_no_cache_clone, assert_within_rounding
 
-from .builders import FLOATS, INDEX_DTYPES, attention_options, copy_strided, make_caches, pairwise, row_id, sliced
-from .quantised import KINDS, LARGEST, TYPES, make_quantised, new_scales, poison_of, write_options
+from .builders import FLOATS, INDEX_DTYPES, attention_options, copy_strided, make_caches, pairwise, row_id
+from .quantised import KINDS, LARGEST, TYPES, append_args, make_quantised, new_scales, poison_of, write_options
 from .test_attention import LENGTHS, MASKS
 from .test_writing import random_slots, tokens
 
@@ -81,22 +81,6 @@ def test_grid_equals_dense_attention(row):
     fixed = {name: value for name, value in case.options.items() if not name.endswith("_scale")} | written
     for attend in (pagedkv_ops.paged_attention_append, reference.paged_attention_append):
         assert_close_outputs(case, attend(*append_args(case), **fixed))
-
-
-def append_args(case):
-    """The last query token of each sequence is written anew: what is stored comes out as it is."""
-    key, value = (torch.zeros(case.query.size(0), *cache.shape[2:]) for cache in (case.key_cache, case.value_cache))
-    slots = torch.full((case.query.size(0),), -1, dtype=case.seq_lens.dtype)
-    row = -1
-    for b, (query_len, seq_len) in enumerate(zip(case.spec.query_lens, case.spec.seq_lens, strict=True)):
-        row += query_len
-        if query_len and seq_len:
-            key[row], value[row] = case.keys[b][-1], case.values[b][-1]
-            slots[row] = case.slots(b, range(seq_len - 1, seq_len))[0]
-    if case.spec.strided:
-        key, value = sliced(key), sliced(value)
-    query, *caches = case.args[:3]
-    return (query, key, value, *caches, slots, *case.args[3:])
 
 
 @pytest.mark.parametrize("row", WRITE_GRID, ids=row_id)
