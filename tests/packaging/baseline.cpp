@@ -1,9 +1,11 @@
 // The baseline kernels without torch: write, decode and prefill against a plain loop in double, for machines that are
 // only emulated (test_baseline.py). Prints one line per case; the exit status is the number of cases that failed.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <random>
+#include <tuple>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -200,10 +202,54 @@ void check_bits() {
   }
 }
 
+// One row with a scale of its own: written, read back, and attended to, where a lone key's value is the output.
+void check_quantised() {
+  const int64_t n = 21, slot = 0, block = 0, length = 1;  // past a vector
+  const Case named{DType::kInt8, 1, 1, n, n, 1, 1, 1};
+  std::vector<float> row(n);
+  for (int64_t i = 0; i < n; ++i) row[i] = static_cast<float>(i - 10) / 8;
+  for (const auto& [dtype, most, bound] :
+       {std::tuple{DType::kInt8, 127.f, 0.5 / 127}, std::tuple{DType::kFloat8E4M3, 448.f, 1.0 / 16},
+        std::tuple{DType::kFloat8E5M2, 57344.f, 1.0 / 8}}) {
+    Case c = named;
+    c.dtype = dtype;
+    std::vector<char> stored(n, '\x7f');
+    float scale = NAN;
+    const CacheView cache{stored.data(), n, n, n, dtype, {&scale, 1, 1, 1}};
+    const WriteSource source{reinterpret_cast<const char*>(row.data()), DType::kFloat32, n, n, n};
+    table.write_tokens({source, source, cache, cache, false, false, &slot, 1, 1, false}, 0, 1);
+    report("scale ", c, std::fabs(scale * most / 1.25 - 1), 1e-6);
+    std::vector<float> back(n), out(n), lse(1);
+    table.dequantise(reinterpret_cast<char*>(back.data()), DType::kFloat32, stored.data(), dtype, scale, n);
+    double worst = 0, apart = 0;
+    for (int64_t i = 0; i < n; ++i) worst = std::fmax(worst, std::fabs(back[i] - row[i]) / 1.25);
+    report("quant ", c, std::isfinite(back[0]) ? worst : 1, bound);
+    const std::vector<int64_t> bounds = {0, 1};
+    AttentionArgs a = Sequence({DType::kFloat32, 1, 1, n, n, 1, 1, 1}).args();
+    a.query = reinterpret_cast<const char*>(row.data());
+    a.out = reinterpret_cast<char*>(out.data());
+    a.lse = lse.data();
+    a.key = a.value = cache;
+    a.blocks = &block;
+    a.seq_lens = &length;
+    a.row_starts = a.cu_seqlens_q = bounds.data();
+    for (const bool decodes : {true, false}) {
+      std::fill(out.begin(), out.end(), NAN);
+      if (decodes)
+        table.decode(a, {0, 0, 1, 0, kDecodeTile, 0, 1, nullptr, 0});
+      else
+        table.prefill(a, {0, 0, 0, 1});
+      for (int64_t i = 0; i < n; ++i) apart = out[i] == out[i] ? std::fmax(apart, std::fabs(out[i] - back[i])) : 1;
+    }
+    report("attend", c, apart, 1e-6);
+  }
+}
+
 }  // namespace
 
 int main() {
   check_bits();
+  check_quantised();
   for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
     run({dtype, 4, 4, 16, 16, 16, 37, 1});
     run({dtype, 8, 2, 64, 64, 16, 300, 3});

@@ -34,4 +34,4 @@ def test_baseline_kernels_against_a_plain_loop(tmp_path: Path, machine: str) -> 
     done = subprocess.run([*emulator, program], capture_output=True, text=True, timeout=280)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, "\n".join(line for line in lines if not line.startswith("ok")) or done.stderr
-    assert len(lines) == 62
+    assert len(lines) == 71
