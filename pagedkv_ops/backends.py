@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import checks, reference
+from . import reference
 from .registration import is_first_import, written
 from .schema import NAMESPACE, SCHEMAS
 
@@ -73,35 +73,8 @@ def _launcher(name: str) -> Callable[..., Any]:
     return launcher
 
 
-# Where the first cache stands among an op's arguments.
-_CACHES = {
-    "write_kv": 2,
-    "paged_attention": 1,
-    "paged_attention_with_lse": 1,
-    "paged_attention_append": 3,
-    "gather_kv": 0,
-}
-
-
-def _refuse_quantised(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a launcher. Its kernels cannot read quantised caches yet, and other caches have no scales."""
-    cache = args[_CACHES[name]]
-    if cache is not None and cache.dtype in checks.QUANTISED_MAX:
-        dtype = str(cache.dtype).removeprefix("torch.")
-        raise RuntimeError(f"{name}: the caches must be float32, float16 or bfloat16 on CUDA, got {dtype}")
-    if name == "write_kv" and len(args) > 5:
-        checks.check_write_kv(*args)
-        return args[:5], kwargs
-    if name == "gather_kv" and kwargs:
-        checks.check_gather_kv(*args, **kwargs)
-        return args, {}
-    return args, kwargs
-
-
 def _cuda_op(name: str, *args: Any, **kwargs: Any) -> Any:
     launcher = _launcher(name)
-    if name in _CACHES:
-        args, kwargs = _refuse_quantised(name, args, kwargs)
     if torch.is_inference_mode_enabled():  # the autograd guard, which counts otherwise, did not run
         torch._C._increment_version(written(name)(args))
     return launcher(*args, **kwargs)

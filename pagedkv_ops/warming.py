@@ -35,7 +35,7 @@ def warm_up(
         max_batch: sequences of a step.
         max_tokens: query tokens of a step.
         max_blocks: columns of the block table.
-        dtype: of queries and new tokens; default that of the caches.
+        dtype: of queries and new tokens; default that of the caches, unless they are quantised.
         **options: keyword arguments of :func:`paged_attention_append` that the calls will have.
 
     Returns:
@@ -53,17 +53,21 @@ def warm_up(
     for name, size in (("max_batch", max_batch), ("max_tokens", max_tokens), ("max_blocks", max_blocks)):
         if size < 1:
             raise RuntimeError(f"warm_up: {name} must be at least 1, got {size}")
-    if key_cache.is_cuda and key_cache.dtype in QUANTISED_MAX:  # as the ops, until the kernels can read them
+    if dtype is None and key_cache.dtype in QUANTISED_MAX:
         found = str(key_cache.dtype).removeprefix("torch.")
-        raise RuntimeError(f"warm_up: the caches must be float32, float16 or bfloat16 on CUDA, got {found}")
+        raise RuntimeError(f"warm_up: dtype must be given for caches in {found}, got None")
     query = key_cache.new_empty((1, num_heads, key_cache.size(-1)), dtype=dtype or key_cache.dtype)
     table, lengths = (key_cache.new_empty(shape, dtype=torch.int32) for shape in ((1, 1), (1,)))
-    reads = {name.removesuffix("_cache"): value for name, value in options.items()}  # scales that a write fills
-    check_paged_attention(query, key_cache, value_cache, table, lengths, op="warm_up", **reads)
+    check_paged_attention(query, key_cache, value_cache, table, lengths, op="warm_up", **_read(options))
     if not key_cache.is_cuda:
         return 0
     sizes = (num_heads, max_batch, max_tokens, max_blocks)
     return _compile_steps((key_cache, value_cache), *sizes, dtype or key_cache.dtype, options)
+
+
+def _read(options: dict[str, Any]) -> dict[str, Any]:
+    """As attention alone takes them: it reads the scales that an append fills."""
+    return {name.removesuffix("_cache"): value for name, value in options.items()}
 
 
 def _sizes(most: int) -> list[int]:
@@ -94,16 +98,17 @@ def _compile_steps(
     key_cache, value_cache = caches
     _, block_size, num_kv_heads, head_size = key_cache.shape
     index: dict[str, Any] = {"dtype": torch.int32}
+    written = {name: value for name, value in options.items() if name.startswith(("k_scale", "v_scale"))}
     short = min(max_blocks, max(1, MIN_SPLIT_KEYS // block_size))  # whose keys are never shared out
     with compiling() as kernels:
         for tokens, batch, packed in _shapes(max_batch, max_tokens):
             query = key_cache.new_empty((tokens, num_heads, head_size), dtype=dtype)
             new = (query[:, :num_kv_heads].contiguous(), query.new_empty(tokens, num_kv_heads, value_cache.size(3)))
             slots = key_cache.new_full((tokens,), -1, dtype=torch.int64)
-            write_kv(*new, *caches, slots)
+            write_kv(*new, *caches, slots, **written)
             for columns in {short, max_blocks}:
                 tables = (key_cache.new_zeros((batch, columns), **index), key_cache.new_zeros(batch, **index))
                 starts = key_cache.new_zeros(batch + 1, **index) if packed else None
-                paged_attention(query, *caches, *tables, starts, **options)
+                paged_attention(query, *caches, *tables, starts, **_read(options))
                 paged_attention_append(query, *new, *caches, slots, *tables, starts, **options)
     return len(kernels)

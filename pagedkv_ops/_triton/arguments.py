@@ -64,6 +64,10 @@ class Spec(NamedTuple):
     ONE_LOOP: bool  # same instructions for every key tile: bits do not depend on how rows are cut into tiles
     # a large float32 query does not fit in registers beside the rest: its rows are read from shared memory per tile
     RELOAD: bool
+    K_FORMAT: str  # of stored elements, see ``quantised``
+    V_FORMAT: str
+    K_TOKENS: bool  # each token and head has a scale of its own
+    V_TOKENS: bool
     COMPUTE: Any  # operand type of the matrix products
     OFFSETS: Any  # integers that hold slot * stride and column * stride
     SAME_STRIDES: bool  # of keys and values

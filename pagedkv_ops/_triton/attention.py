@@ -18,6 +18,7 @@ from . import config, debug, writing
 from .arguments import Cache, New, Spec, Table, Tokens
 from .attention_kernel import attention_kernel
 from .launch import TL_DTYPES, apart, compiled_for, dense, empty, launch, part_of
+from .quantised import FORMATS, as_stored, compute_dtype, is_per_token, scale_of
 from .replay import replayed
 from .splits import combine
 
@@ -96,16 +97,21 @@ def _arguments(
         SOFTCAP=a.softcap > 0,
         SERIES=a.softcap > 100,
         ALIBI=a.alibi_slopes is not None,
-        COMPUTE=TL_DTYPES[torch.promote_types(query.dtype, key_cache.dtype)],
-        OFFSETS=_offsets(key_cache, value_cache, block_table),
+        COMPUTE=TL_DTYPES[compute_dtype(query, key_cache)],
+        K_FORMAT=FORMATS.get(key_cache.dtype, ""),
+        V_FORMAT=FORMATS.get(value_cache.dtype, ""),
+        K_TOKENS=is_per_token(a.k_scale),
+        V_TOKENS=is_per_token(a.v_scale),
+        OFFSETS=_offsets(a),
         SAME_STRIDES=key_cache.stride()[:2] == value_cache.stride()[:2],
     )
     args = (
         Tokens(query, *query.stride()[:2]),
-        Cache(key_cache, *key_cache.stride()[:3]),
-        Cache(value_cache, *value_cache.stride()[:3]),
+        Cache(as_stored(key_cache), *key_cache.stride()[:3]),
+        Cache(as_stored(value_cache), *value_cache.stride()[:3]),
         Table(block_table, block_table.stride(1)),
         *(block_table.stride(0), a.seq_lens, a.cu_seqlens_q, a.alibi_slopes, a.sinks),
+        *(scale_of(a.k_scale), scale_of(a.v_scale)),
         None if new is None else _with_strides(*new),
         *(*parts, *sizes, 0 if new is None else new[2].size(0), *windows),
         *_scales(query.size(2) ** -0.5 if a.scale is None else a.scale, a.softcap),
@@ -121,11 +127,12 @@ def _scales(scale: float, softcap: float) -> tuple[float, float]:
     return min(max(scale / softcap, -_LARGEST), _LARGEST), softcap * _LOG2E
 
 
-def _offsets(key_cache: Tensor, value_cache: Tensor, block_table: Tensor) -> tl.dtype:
+def _offsets(a: Attention) -> tl.dtype:
     """Slots and columns are many: 64 bits for their offsets take 20 registers and are for strides that need them."""
-    slots = (key_cache.size(1) - 1) * max(key_cache.stride(1), value_cache.stride(1))
-    columns = (block_table.size(1) - 1) * block_table.stride(1)
-    return tl.int32 if max(slots, columns) < 2**31 else tl.int64
+    scales = [scale for scale in (a.k_scale, a.v_scale) if is_per_token(scale)]
+    stride = max(cache.stride(1) for cache in (a.key_cache, a.value_cache, *scales))
+    columns = (a.block_table.size(1) - 1) * a.block_table.stride(1)
+    return tl.int32 if max((a.key_cache.size(1) - 1) * stride, columns) < 2**31 else tl.int64
 
 
 def _with_strides(key: Tensor, value: Tensor, slot_mapping: Tensor) -> New:
@@ -157,23 +164,32 @@ def paged_attention_append(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
-    *args: Any,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """One launch for a decode step (see ``append_kernel``), else a write and an attention launch of one stream.
 
-    ``num_splits=1`` takes two: it promises the same bits in any chunking, hence the same loop as for longer chunks.
+    ``num_splits=1`` takes two: it promises the same bits in any chunking, hence the same loop as for longer chunks. So
+    do quantised caches, whose new tokens would have to be quantised by every program that reads them.
     """
     op = "paged_attention_append"
-    caches = (key_cache, value_cache)
-    a = checks.check_paged_attention_append(query, key, value, *caches, slot_mapping, *args, **options)
+    caches, scale_caches = (key_cache, value_cache), (k_scale_cache, v_scale_cache)
+    a = checks.check_paged_attention_append(
+        query, key, value, *caches, slot_mapping, block_table, seq_lens, cu_seqlens_q, *scale_caches, **options
+    )
     config.check_head_size(op, a)
-    debug.check_write(op, *caches, slot_mapping)
+    scales = (options.get("k_scale"), options.get("v_scale"), *scale_caches)
+    debug.check_write(op, key, value, *caches, slot_mapping, *scales)
     debug.check_attention(op, a)
-    query, key, value = (apart(tensor, *caches) for tensor in (query, key, value))
+    written = [cache for cache in (*caches, *scale_caches) if cache is not None]
+    query, key, value = (apart(tensor, *written) for tensor in (query, key, value))
     new = (key, value, dense(slot_mapping))
-    if a.cu_seqlens_q is not None or a.num_splits == 1 or not _is_fused(*new, *caches):
-        writing.store(key, value, *caches, slot_mapping)
+    if cu_seqlens_q is not None or a.num_splits == 1 or not _is_fused(*new, *caches):
+        writing.store(key, value, *caches, slot_mapping, *scales)
         new = None
     return attend(dataclasses.replace(a, query=query), new=new)[0]
 

@@ -168,6 +168,20 @@ def _of_head(cache, kv_head, num_blocks, D: tl.constexpr, BLOCK_D: tl.constexpr,
 
 
 @triton.jit
+def _scale_of_head(scale, kv_head, TOKENS: tl.constexpr):
+    """((a head's scales, strides of block and slot) where tokens have their own, the scale where they have not)."""
+    place = (0, 0, 0)
+    factor = 1.0
+    if scale is not None:
+        ptr = scale.ptr + kv_head.to(tl.int64) * scale.stride_head
+        if TOKENS:
+            place = (ptr, scale.stride_block, scale.stride_slot)
+        else:
+            factor = tl.load(ptr)
+    return place, factor
+
+
+@triton.jit
 def _place():
     """The last tiles of a causal prompt see the most keys: they are started first."""
     return tl.num_programs(0) - 1 - tl.program_id(0)
@@ -251,6 +265,8 @@ def attention_kernel(
     cu_seqlens_ptr,  # [B+1], or None
     alibi_ptr,  # [Hq], or None
     sinks_ptr,  # [Hq], or None
+    k_scale,  # Scale of a quantised cache, or None
+    v_scale,
     new,  # New tokens to write, or None; not with cu_seqlens
     out_ptr,  # [T, Hq, num_splits, Dv], contiguous; float32 when SPLIT; with SHARES [number of shares, Hq, Dv]
     lse_ptr,  # [T, Hq, num_splits], or None; with SHARES [number of shares, Hq]
@@ -293,8 +309,14 @@ def attention_kernel(
     if new is not None:  # noqa: SIM102 (known while compiling, unlike the other)
         if (split == 0) & (head_tile == 0):
             store_new(new, num_slots, cache, b, kv_head, num_blocks, SPEC)
-    scales = (scale, softcap)
+    k_scale, k_factor = _scale_of_head(k_scale, kv_head, SPEC.K_TOKENS)
+    v_scale, v_factor = _scale_of_head(v_scale, kv_head, SPEC.V_TOKENS)
+    if SPEC.K_FORMAT != "" and not SPEC.K_TOKENS:
+        scale *= k_factor
+    scales = (scale, softcap, k_scale, v_scale)
     state = _attend(state, key_range, rows, cache, table, new, num_slots, kv_head, windows, scales, SPEC)
+    if SPEC.V_FORMAT != "" and not SPEC.V_TOKENS:
+        state = (state[0] * v_factor, state[1], state[2])
     if SPEC.DEPENDENT:
         gdc_launch_dependents()
     _store_rows(out_ptr, lse_ptr, _out_row(row, head, split, num_splits, SPEC), row_mask, state, SPEC)

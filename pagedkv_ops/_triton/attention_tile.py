@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .append_kernel import rows_of_writers
+from .quantised import decode
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -14,6 +15,20 @@ def convert(x, DTYPE: tl.constexpr):
     if x.dtype != DTYPE:
         x = x.to(tl.float32).to(DTYPE)
     return x
+
+
+@triton.jit
+def _operand(x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Of a matrix product: no quantised number is rounded, nor scaled."""
+    if FORMAT != "":
+        x = decode(x, FORMAT)
+    return convert(x, DTYPE)
+
+
+@triton.jit
+def _token_scales(scale, block, slot, readable):
+    """[BLOCK_N]; 0 where nothing may be read."""
+    return tl.load(scale[0] + (block * scale[1] + slot * scale[2]), readable, other=0.0)
 
 
 @triton.jit
@@ -56,7 +71,7 @@ def _online_softmax(logits, highest_logit, denominator):
 
 @triton.jit
 def _rows(start, lowest, stop, cache, table, MASKED: tl.constexpr, SPEC: tl.constexpr):
-    """[BLOCK_N] each: the keys' slots of the cache, pointers to keys and to values, and whether they may be read.
+    """[BLOCK_N] each: the keys' blocks and slots, pointers to keys and to values, and whether they may be read.
 
     Block ids are loaded once per block where blocks and tiles are multiples of each other, else once per key.
     """
@@ -72,7 +87,7 @@ def _rows(start, lowest, stop, cache, table, MASKED: tl.constexpr, SPEC: tl.cons
     value_rows = key_rows
     if not SPEC.SAME_STRIDES:
         value_rows = block * cache[4] + slot * cache[5]
-    return block * SPEC.BLOCK_SIZE + slot, cache[0] + key_rows, cache[3] + value_rows, readable
+    return block, slot, cache[0] + key_rows, cache[3] + value_rows, readable
 
 
 @triton.jit
@@ -131,14 +146,19 @@ def attend_tile(
     if SPEC.BOXED:
         key = tl.trans(_load_boxes(cache[0], start, lowest, stop, table, BOXES, MASKED, SPEC))
     else:
-        slot, key_rows, value_rows, readable = _rows(start, lowest, stop, cache, table, MASKED, SPEC)
+        block, slot, key_rows, value_rows, readable = _rows(start, lowest, stop, cache, table, MASKED, SPEC)
         if MASKED:
             readable &= in_range
         if APPENDED:  # never read what another program may be writing
-            key_rows, value_rows = rows_of_writers(new, num_slots, slot, kv_head, key_rows, value_rows)
+            key_rows, value_rows = rows_of_writers(
+                new, num_slots, block * SPEC.BLOCK_SIZE + slot, kv_head, key_rows, value_rows
+            )
         key_mask = readable[None, :] & (d_range < SPEC.D)[:, None]
-        key = tl.load(key_rows[None, :] + d_range[:, None], key_mask, other=0.0)
-    logits = tl.dot(rows[0], convert(key, SPEC.COMPUTE), input_precision="tf32x3") * scales[0]
+        key = tl.load(key_rows[None, :] + d_range[:, None], key_mask, other=0)
+    key = _operand(key, SPEC.K_FORMAT, SPEC.COMPUTE)
+    logits = tl.dot(rows[0], key, input_precision="tf32x3") * scales[0]
+    if SPEC.K_TOKENS:
+        logits *= _token_scales(scales[2], block, slot, readable)[None, :]
     if SPEC.SOFTCAP:
         logits = _capped(logits, scales[1], SPEC.SERIES)
     if SPEC.ALIBI:
@@ -152,7 +172,20 @@ def attend_tile(
             value = tl.where(in_range[:, None], value, 0.0)
     else:
         value_mask = readable[:, None] & (dv_range < SPEC.DV)[None, :]
-        value = tl.load(value_rows[:, None] + dv_range[None, :], value_mask, other=0.0)
-    value, weights = convert(value, SPEC.COMPUTE), convert(weights, SPEC.COMPUTE)
-    acc = tl.dot(weights, value, state[0] * decay[:, None], input_precision="tf32x3")
+        value = tl.load(value_rows[:, None] + dv_range[None, :], value_mask, other=0)
+    value = _operand(value, SPEC.V_FORMAT, SPEC.COMPUTE)
+    acc = state[0] * decay[:, None]
+    if SPEC.V_TOKENS:
+        factors = _token_scales(scales[3], block, slot, readable)
+        # in float16 small scales would leave the range of normal numbers
+        if SPEC.COMPUTE == tl.float16:  # noqa: SIM300 (a field, not a constant)
+            highest = tl.max(factors, 0)
+            highest = tl.where((highest > 0.0) & (highest < float("inf")), highest, 1.0)
+            weights = convert(weights * (factors / highest)[None, :], SPEC.COMPUTE)
+            acc += tl.dot(weights, value, input_precision="tf32x3") * highest
+        else:
+            weights = convert(weights * factors[None, :], SPEC.COMPUTE)
+            acc = tl.dot(weights, value, acc, input_precision="tf32x3")
+    else:
+        acc = tl.dot(convert(weights, SPEC.COMPUTE), value, acc, input_precision="tf32x3")
     return acc, highest_logit, denominator

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..arguments import Attention
 from . import shares
+from .quantised import FORMATS, compute_dtype
 from .tuned import TABLE
 
 MAX_POSITION = 2**30  # positions are int32 in the kernel, to which a window is added
@@ -123,6 +124,8 @@ def with_programs(plan: Plan, blocks: int) -> Plan:
 def _fit_boxes(*caches: Tensor) -> bool:
     """Whether descriptors can name the blocks: addresses and strides are multiples of 16 bytes."""
     steps = [stride * cache.element_size() for cache in caches for stride in cache.stride()[:3]]
+    if any(cache.dtype in FORMATS for cache in caches):  # which must be decoded
+        return False
     return min(steps) > 0 and all(size % 16 == 0 for size in (*steps, *(cache.data_ptr() for cache in caches)))
 
 
@@ -133,7 +136,7 @@ def _plan(a: Attention, rows: int) -> Plan:
     batch, table_width = a.block_table.shape
     group = num_heads // num_kv_heads
     arch, _ = device(a.query)
-    itemsize = torch.promote_types(a.query.dtype, a.key_cache.dtype).itemsize
+    itemsize = compute_dtype(a.query, a.key_cache).itemsize
     invariant = a.num_splits == 1
     several = a.cu_seqlens_q is not None and rows != shares.DECODE_ROWS.value  # query rows of a sequence
     tokens = num_tokens if several else batch
@@ -177,7 +180,7 @@ def _plan(a: Attention, rows: int) -> Plan:
 def check_head_size(op: str, a: Attention) -> None:
     """Tiles hold whole heads in shared memory and registers of a device that is served."""
     device(a.query)
-    compute = torch.promote_types(a.query.dtype, a.key_cache.dtype)
+    compute = compute_dtype(a.query, a.key_cache)
     most = 256 if compute == torch.float32 else 1024
     for name, cache in (("key_cache", a.key_cache), ("value_cache", a.value_cache)):
         if cache.size(3) > most:

@@ -18,11 +18,29 @@ def enabled() -> bool:
     return os.environ.get("PAGEDKV_CHECK") == "1" and not launch.capturing()
 
 
-def check_write(op: str, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    value_checks.check_distinct_caches(op, key_cache, value_cache)  # reads no data: always
+def check_write(
+    op: str,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None,
+) -> None:
+    # reads no data: always
+    value_checks.check_distinct_caches(op, key_cache, value_cache, k_scale_cache, v_scale_cache)
     launch.compares(key_cache, value_cache)
+    if k_scale_cache is not None and v_scale_cache is not None:
+        launch.compares(k_scale_cache, v_scale_cache)
     if not enabled():
         return
+    value_checks.check_fixed_scale(op, "k_scale", k_scale)
+    value_checks.check_fixed_scale(op, "v_scale", v_scale)
+    value_checks.check_numbers(op, "key", key, slot_mapping, key_cache)
+    value_checks.check_numbers(op, "value", value, slot_mapping, value_cache)
     value_checks.check_slots(op, slot_mapping, key_cache)
     writer: dict[int, int] = {}
     for i, slot in enumerate(slot_mapping.tolist()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from .. import checks
 from . import debug
 from .launch import dense, empty, launch, width
+from .quantised import FORMATS, as_stored, decode, scale_of
 from .replay import replayed
 
 _TILE_ELEMENTS = 4096
@@ -20,6 +22,7 @@ def gather_kernel(
     table_ptr,  # [B, W]
     seq_lens_ptr,  # [B]
     out_ptr,  # [B, max_len, Hkv, D], contiguous
+    scale,  # of a quantised cache, else None
     cache_stride_block,
     cache_stride_slot,
     cache_stride_head,
@@ -34,6 +37,7 @@ def gather_kernel(
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     b = (tl.program_id(0) // grid_positions).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -47,18 +51,30 @@ def gather_kernel(
     d_mask = (d_range < D)[None, :]
     readable = ((block >= 0) & (block < num_blocks))[:, None] & d_mask
     source = block * cache_stride_block + slot * cache_stride_slot + head * cache_stride_head
-    tokens = tl.load(cache_ptr + source[:, None] + d_range[None, :], readable, other=0.0)
+    tokens = tl.load(cache_ptr + source[:, None] + d_range[None, :], readable, other=0)
+    if scale is not None:
+        scale_ptr = scale.ptr + (block * scale.stride_block + slot * scale.stride_slot + head * scale.stride_head)
+        factor = tl.load(scale_ptr, (block >= 0) & (block < num_blocks), other=0.0)
+        tokens = (decode(tokens, FORMAT) * factor[:, None]).to(out_ptr.dtype.element_ty)
     target = ((b * max_len + position) * NUM_HEADS + head) * D
     tl.store(out_ptr + target[:, None] + d_range[None, :], tokens, (position < max_len)[:, None] & d_mask)
 
 
 @replayed
-def gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int) -> Tensor:
-    checks.check_gather_kv(cache, block_table, seq_lens, max_len)
+def gather_kv(
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    max_len: int,
+    *,
+    scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    dtype = checks.check_gather_kv(cache, block_table, seq_lens, max_len, scale=scale, dtype=dtype)
     debug.check_gather(cache, block_table, seq_lens, max_len)
     num_blocks, block_size, num_heads, head_size = cache.shape
     batch, table_width = block_table.shape
-    out = empty(cache, (batch, max_len, num_heads, head_size))
+    out = empty(cache, (batch, max_len, num_heads, head_size), dtype)
     block_d = width(head_size)
     block_n = max(1, _TILE_ELEMENTS // block_d)
     grid_positions = triton.cdiv(max_len, block_n)
@@ -66,10 +82,11 @@ def gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int
         gather_kernel,
         (batch * grid_positions, num_heads),
         cache,
-        cache,
+        as_stored(cache),
         block_table,
         dense(seq_lens),
         out,
+        scale_of(scale),
         *cache.stride()[:3],
         *block_table.stride(),
         max_len,
@@ -81,6 +98,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int
         D=head_size,
         BLOCK_N=block_n,
         BLOCK_D=block_d,
+        FORMAT=FORMATS.get(cache.dtype, ""),
         num_warps=4,
     )
     return out
