@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from pagedkv_ops._triton.launch import OPTIONS, Launch
 
 _POINTEES = {
+    "uint8": "u8",
     "float32": "fp32",
     "float16": "fp16",
     "bfloat16": "bf16",
