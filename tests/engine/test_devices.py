@@ -179,6 +179,12 @@ def test_a_start_compiles_what_any_step_can_launch(make_engine, monkeypatch):
     calls.clear()
     make_engine(_gemma3())
     assert sorted(options["window_left"] for _, options in calls) == [-1, 6]
+    calls.clear()
+    engine = make_engine(llama, kv_dtype="int8")
+    [(caches, options)] = calls  # though each layer has scales of its own
+    written = engine.runner.cache.paged[0].write_scales
+    assert caches[0].dtype == torch.int8
+    assert {name: options[name] for name in written} == written
 
 
 def test_no_step_of_an_engine_compiles(make_engine, monkeypatch):

@@ -222,8 +222,11 @@ class Runner:
         config, kinds = self.config, dict[Any, Any]()
         for key_cache, value_cache, query, options in calls:
             caches = ((cache.shape, cache.stride(), cache.dtype) for cache in (key_cache, value_cache))
-            plain = {name: value is not None if name == "sinks" else value for name, value in options.items()}
-            kind = *caches, query.shape[1], query.dtype, *plain.items()
+            plain = [
+                (name, (value.shape, value.stride()) if isinstance(value, Tensor) else value)
+                for name, value in options.items()
+            ]
+            kind = *caches, query.shape[1], query.dtype, *plain
             kinds.setdefault(kind, (key_cache, value_cache, query, options))
         for key_cache, value_cache, query, options in kinds.values():
             pagedkv_ops.warm_up(
