@@ -67,15 +67,17 @@ def _attend(
     far: bool = False,
     batch: int = 0,
     caches: list[Tensor] | None = None,
+    stored: torch.dtype | None = None,
+    num_kv_heads: int = 8,
 ) -> None:
     """Decode of 64 sequences, which "append" writes too, or a prefill of four.
 
     ``rich`` has the options and as many query rows as fit a tile; ``far`` strides that need 64 bits, and a softcap that
-    needs its series.
+    needs its series; ``stored`` a quantised type, with a scale of each token and head.
     """
     batch = batch or (4 if kind == "prefill" else 64)
     num_tokens = 8192 if kind == "prefill" else batch
-    heads, num_kv_heads = (64, 1) if rich and kind != "prefill" else (32, 8)
+    heads, num_kv_heads = (64, 1) if rich and kind != "prefill" else (32, num_kv_heads)
     options, new = {}, None
     if kind == "append":
         token = _meta(num_tokens, num_kv_heads, head_size, dtype=dtype)
@@ -83,7 +85,9 @@ def _attend(
     if rich:
         options |= {"softcap": 300.0 if far else 30.0, "alibi_slopes": _meta(heads), "sinks": _meta(heads)}
         num_splits = num_splits or 4
-    caches = caches or _caches(dtype, head_size, num_kv_heads)
+    caches = caches or _caches(stored or dtype, head_size, num_kv_heads)
+    if stored is not None:
+        options |= {name: _scales(num_kv_heads) for name in ("k_scale", "v_scale")}
     if far:
         caches = [cache.as_strided(cache.shape, (2**32, 2**28, head_size, 1)) for cache in caches]
     arguments = Attention(
@@ -99,6 +103,11 @@ def _attend(
     attention.attend(arguments, rich, new)
 
 
+def _scales(num_kv_heads: int) -> Tensor:
+    """[N, S, Hkv], head-major as those of `PagedKVCache`."""
+    return _meta(4096, num_kv_heads, 16, dtype=torch.float32).transpose(1, 2)
+
+
 def _candidate(block_size: int, row: tuple[int, ...]) -> None:
     """A prefill over head-major pages, with a row that the tuner measures beside that of the table."""
     caches = [_meta(4096, 8, block_size, 128).transpose(1, 2) for _ in range(2)]
@@ -106,9 +115,10 @@ def _candidate(block_size: int, row: tuple[int, ...]) -> None:
         _attend("prefill", torch.bfloat16, 128, False, caches=caches)
 
 
-def _write(dtype: torch.dtype) -> None:
+def _write(dtype: torch.dtype, stored: torch.dtype = torch.bfloat16) -> None:
     new = [_meta(64, 8, 128, dtype=dtype) for _ in range(2)]
-    writing.store(*new, *_caches(torch.bfloat16, 128), _meta(64, dtype=torch.int64))
+    scales = () if stored == torch.bfloat16 else (None, None, _scales(8), _scales(8))
+    writing.store(*new, *_caches(stored, 128), _meta(64, dtype=torch.int64), *scales)
 
 
 def _merge() -> None:
@@ -120,9 +130,10 @@ def _copy() -> None:
     blocks.copy_blocks(_caches(torch.bfloat16, 128), _meta(64, 2, dtype=torch.int64))
 
 
-def _gather() -> None:
+def _gather(stored: torch.dtype = torch.bfloat16) -> None:
     indices = (_meta(64, 512, dtype=torch.int32), _meta(64, dtype=torch.int32))
-    gathering.gather_kv(_caches(torch.bfloat16, 128)[0], *indices, 8192)
+    options = {} if stored == torch.bfloat16 else {"scale": _scales(8), "dtype": torch.bfloat16}
+    gathering.gather_kv(_caches(stored, 128)[0], *indices, 8192, **options)
 
 
 def cases(arch: str) -> dict[str, tuple[Callable[[], None], int]]:
@@ -135,6 +146,15 @@ def cases(arch: str) -> dict[str, tuple[Callable[[], None], int]]:
                 for rich in (False, True):
                     name = f"attention {case} {str(dtype)[6:]} D={width}{_RICH if rich else ''}"
                     rows[name] = partial(_attend, case, dtype, width, rich), 0
+    for stored in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2) if arch in NVIDIA else ():
+        for kind in ("decode", "prefill"):
+            name = f"attention {kind} bfloat16 over {str(stored)[6:]} D=128"
+            rows[name] = partial(_attend, kind, torch.bfloat16, 128, False, stored=stored), 0
+    if arch in NVIDIA:  # 8 query heads for a KV head, as of gpt-oss
+        rows["attention decode bfloat16 D=64 group 8"] = (
+            partial(_attend, "decode", torch.bfloat16, 64, False, num_kv_heads=4),
+            0,
+        )
     if arch == "small":  # differs by its configurations alone
         return rows
     for kind in ("decode", "append", "prefill") if arch in NVIDIA else ():
@@ -158,6 +178,9 @@ def cases(arch: str) -> dict[str, tuple[Callable[[], None], int]]:
     rows["combine bfloat16 D=128"] = partial(_attend, "decode", torch.bfloat16, 128, False), 1
     rows["write_kv bfloat16"] = partial(_write, torch.bfloat16), 0
     rows["write_kv float32 to bfloat16"] = partial(_write, torch.float32), 0
+    for stored in (torch.int8, torch.float8_e4m3fn):
+        rows[f"write_kv bfloat16 to {str(stored)[6:]}"] = partial(_write, torch.bfloat16, stored), 0
+        rows[f"gather_kv {str(stored)[6:]} to bfloat16"] = partial(_gather, stored), 0
     rows["merge_states bfloat16"] = _merge, 0
     rows["copy_blocks bfloat16 read"] = _copy, 0
     rows["copy_blocks bfloat16 write"] = _copy, 1

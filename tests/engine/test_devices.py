@@ -180,7 +180,7 @@ def test_a_start_compiles_what_any_step_can_launch(make_engine, monkeypatch):
     make_engine(_gemma3())
     assert sorted(options["window_left"] for _, options in calls) == [-1, 6]
     calls.clear()
-    engine = make_engine(llama, kv_dtype="int8")
+    engine = make_engine(build_llama(num_hidden_layers=3), kv_dtype="int8")
     [(caches, options)] = calls  # though each layer has scales of its own
     written = engine.runner.cache.paged[0].write_scales
     assert caches[0].dtype == torch.int8
