@@ -5,10 +5,16 @@
     python3 benchmarks/gpu_check.py tune --out DIR       at most 8 minutes: which tiles are fastest here?
     python3 benchmarks/gpu_check.py profile --out DIR    at most 5 minutes: counters and memory checks of one launch
 
-Nothing is built or installed: torch, Triton and transformers are enough. Each call writes DIR/PART.json after every
+Nothing is built or installed: torch, Triton (which wants a C compiler) and transformers are enough; pytest, ncu and
+compute-sanitizer are used where they are there. Each call writes DIR/PART.json after every
 step, goes on where a step fails, hangs or loses the device, and ends in time by itself; what no longer fits is named as
 left out. A figure stands beside its floor (bytes over the measured bandwidth, operations over the measured peak) and
 is refused where the result is wrong. ``--rehearse`` runs a part in small without a device, on Triton's interpreter.
+
+Where ``right`` fails, look first: ``--only NAME`` runs a step alone, PAGEDKV_CHECK=1 names bad indices, and another
+Triton or ``num_splits=1`` tells a compiler's fault from a kernel's. Figures of what is right are worth having all the
+same. ``tune`` leaves the source alone and writes DIR/tuned.py: copy it over pagedkv_ops/_triton/tuned.py, make the
+compile report (``make report``) and run ``figures`` once more. Keep the JSON files under benchmarks/gpu/.
 
 Exit status: 0 all that ran is right, 1 something failed (DIR/PART.json says what) or nothing ran, 2 no device.
 """

@@ -9,7 +9,11 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shutil
+import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +21,7 @@ import torch
 REHEARSAL = os.environ.get("PAGEDKV_REHEARSAL") == "1"
 DEVICE = os.environ.get("PAGEDKV_GPU_DEVICE") or ("cpu" if REHEARSAL else "cuda")
 DTYPE = torch.float16 if REHEARSAL else torch.bfloat16
+_STATE = "driver_version,clocks.sm,clocks.mem,power.limit,temperature.gpu,mig.mode.current,ecc.mode.current"
 
 
 def prepare() -> None:
@@ -47,6 +52,14 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+def _said(*command: str) -> str:
+    """What a tool prints, where it is there."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return "not known"
+
+
 def facts() -> dict[str, Any]:
     import pagedkv_ops
 
@@ -66,5 +79,9 @@ def facts() -> dict[str, Any]:
         "torch": torch.__version__,
         **{name: _version(name) for name in ("triton", "transformers", "numpy", "pytest")},
         "backends": pagedkv_ops.backends(),
+        "commit": _said("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        _STATE: _said("nvidia-smi", f"--query-gpu={_STATE}", "--format=csv,noheader"),
+        "tools": {name: shutil.which(name) for name in ("gcc", "ncu", "compute-sanitizer")},
         "rehearsal": REHEARSAL,
     }

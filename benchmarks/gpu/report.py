@@ -85,7 +85,7 @@ class Report:
                 continue
             wrong = [name for name in step.requires if _is_wrong(self.steps.get(name))]
             if wrong:
-                self.add(step.name, {"refused": f"no figures on wrong results: {', '.join(wrong)}"})
+                self.add(step.name, {"refused": f"no figures without right results of: {', '.join(wrong)}"})
             elif self.left() < step.seconds:
                 self.add(step.name, {"left_out": f"needs about {step.seconds:.0f} s of {self.left():.0f} left"})
             else:

@@ -259,7 +259,7 @@ def test_a_lost_device_costs_one_step(tmp_path: Path) -> None:
     steps = supervised(tmp_path, "Step('a', 1, fail), Step('b', 1, os.getpid and dict), Step('c', 1, dict, ('a',))")
     assert steps["a"]["error"] == "ValueError: no"
     assert "error" not in steps["b"]
-    assert steps["c"] == {"refused": "no figures on wrong results: a"}
+    assert steps["c"] == {"refused": "no figures without right results of: a"}
 
 
 def test_a_part_is_ended_in_time_with_all_that_it_started(tmp_path: Path) -> None:
