@@ -46,6 +46,7 @@ TARGETS = {
 NVIDIA = ("sm_80", "sm_90", "sm_100", "small")
 _RICH = " softcap alibi sinks lse splits"
 BOXED = (128, 64, 8, 3, 1, True)
+_NARROW = ("combine", "write_kv bfloat16 to int8", "write_kv bfloat16 to float8")  # store 128 or 256 bytes a row
 _REGISTERS = 65536  # of a multiprocessor
 
 
@@ -219,9 +220,7 @@ def problems(arch: str, name: str, launch: Launch, report: Report) -> list[str]:
             found.append(f"tensor-core instruction: {wanted} expected, {report.tensor_core or 'none'} found")
         if not report.async_copies:
             found.append("keys and values are not loaded by asynchronous copies of 128 bits or of boxes")
-    elif not report.loads_128 or (
-        not report.stores_128 and not name.startswith("combine")
-    ):  # it stores 256 bytes a row
+    elif not report.loads_128 or not (report.stores_128 or name.startswith(_NARROW)):
         found.append("no 128-bit loads or stores")
     return found
 

@@ -141,6 +141,8 @@ def _plan(a: Attention, rows: int) -> Plan:
     several = a.cu_seqlens_q is not None and rows != shares.DECODE_ROWS.value  # query rows of a sequence
     tokens = num_tokens if several else batch
     tiles = attention_config(arch, tokens, batch, group, max(head_size, v_head_size), itemsize, invariant)
+    if a.key_cache.dtype in FORMATS and arch in ("sm_80", "small"):  # e4m3 decoded beside 128 rows spilled
+        tiles = tiles._replace(block_m=min(tiles.block_m, 64))
     tile_heads = min(group, tiles.block_m)
     tile_tokens = tiles.block_m // tile_heads if several else 1
     num_tiles = num_tokens // tile_tokens + batch + 1 if several else batch
