@@ -15,6 +15,7 @@ from tests.ops.quantised import KINDS, LARGEST, TYPES, make_quantised, new_scale
 from tests.ops.test_attention import MASKS
 from tests.ops.test_quantised import append_args, assert_close_outputs
 
+from .test_edges import far
 from .worker import Kernels
 
 EVERY_TYPE = pytest.mark.parametrize("dtype", TYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -149,3 +150,29 @@ def test_small_scales_keep_their_digits_in_float16(kernels: Kernels, dtype: torc
     large = reference.paged_attention(args[0].float(), *args[1:], **scales) / 1e4
     out = kernels.op("paged_attention", *args, **small).float()
     torch.testing.assert_close(out, large, rtol=2e-3, atol=1e-7)
+
+
+def _with_scales(op: str, dim: int | None) -> list[Tensor]:
+    """What an op gives or leaves; one dimension of both scales of tokens is far."""
+    from pagedkv_ops import _triton
+
+    rng = torch.Generator().manual_seed(3)
+    caches = [torch.randint(-127, 128, (3, 3, 3, 16), generator=rng).to(torch.int8) for _ in range(2)]
+    scales = [torch.rand(3, 3, 3, generator=rng) / 127 for _ in range(2)]
+    rows = [torch.randn(3, 3, 16, generator=rng) for _ in range(3)]
+    table, seq_lens = torch.tensor([[0, 1, 2], [2, 0, 1], [1, 2, 0]]), torch.tensor([9, 7, 8])
+    if dim is not None:
+        scales = [far(scale, dim) for scale in scales]
+    if op == "write_kv":
+        _triton.write_kv(*rows[1:], *caches, torch.tensor([8, 2, 4]), None, None, *scales)
+        return [tensor.contiguous() for tensor in (*caches, *scales)]
+    if op == "gather_kv":
+        return [_triton.gather_kv(caches[0], table, seq_lens, 9, scale=scales[0])]
+    return [_triton.paged_attention(rows[0], *caches, table, seq_lens, k_scale=scales[0], v_scale=scales[1])]
+
+
+@pytest.mark.parametrize("op", ["write_kv", "gather_kv", "paged_attention"])
+@pytest.mark.parametrize("dim", range(3))
+def test_scales_whose_strides_pass_2_to_31(kernels: Kernels, op: str, dim: int) -> None:
+    result, near = kernels.run(_with_scales, op, dim), kernels.run(_with_scales, op, None)
+    torch.testing.assert_close(result, near, rtol=0, atol=0)
