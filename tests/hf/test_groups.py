@@ -88,3 +88,10 @@ def test_groups_of_the_manager_are_those_of_a_cache_of_ones_own():
         manager.allocate_slots("long", 4)
         manager.commit("long", 4)
     assert manager.stats().num_used_blocks == 25 + 2 * 3
+
+
+def test_a_cache_that_cannot_know_what_a_block_takes_asks_for_a_number():
+    config = tiny("jetmoe", num_hidden_layers=1, kv_channels=16, num_local_experts=2, num_experts_per_tok=1).config
+    with pytest.raises(pagedkv.InvalidArgumentError, match=r"^num_blocks: .* what a block of jetmoe takes"):
+        PagedCache(config)
+    PagedCache(config, num_blocks=8)

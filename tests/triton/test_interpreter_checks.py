@@ -64,7 +64,7 @@ FAULTS = [
     ("writing.write_kernel", "(slot < 0) | (block >= num_blocks)", "block >= num_blocks", WRITE, "outside of every"),
     ("append_kernel.store_new", "(slot >= 0) & (block < num_blocks) & ", "", FAR, "outside of every tensor"),
     ("blocks.copy_kernel", " | (dst >= num_blocks)", "", COPY, "outside of every tensor"),
-    ("gathering.gather_kernel", " & (block < num_blocks)", "", GATHER, "outside of every tensor"),
+    ("gathering.gather_kernel", " & (block < num_blocks))[:, None]", ")[:, None]", GATHER, "outside of every tensor"),
     # masks
     ("writing._store_heads", " & (d_range < D)[None, :]", "", WRITE, "outside of every view"),
     ("writing._store_heads", "(head < num_heads)[:, None] & ", "", WRITE, "outside of every"),
